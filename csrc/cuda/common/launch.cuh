@@ -1,0 +1,55 @@
+// How every kernel of the project is started: the only <<<>>> and the only place that checks one.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "error.h"
+
+namespace kda {
+
+inline void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) {
+    (void)cudaGetLastError();  // do not leave our error behind for the next caller's check to find
+    throw Error(KDA_DEVICE_ERROR, format("%s: %s (%s)", what, cudaGetErrorString(status), cudaGetErrorName(status)));
+  }
+}
+
+// A named range on the profiler's timeline for as long as it lives; costs one comparison where no profiler listens.
+class Range {
+ public:
+  Range(const KdaArgs& args, const char* name) : pop_(args.pop_range) {
+    if (args.push_range) args.push_range(name);
+  }
+  ~Range() {
+    if (pop_) pop_();
+  }
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+ private:
+  void (*pop_)(void);
+};
+
+// Starts `kernel` on args.stream inside a range called `name`; throws when the launch fails. A grid with no blocks, which
+// CUDA refuses, is nothing to do. Neither allocates nor synchronises, so a call can be captured in a CUDA graph.
+//
+//   launch("gate", args, gate<16>, dim3(chunks, H), 128, smem_bytes, q, k, ...);
+//
+// Put what can be large (tokens, chunks) on grid.x, which may have 2^31 - 1 blocks; y and z end at 65535.
+template <typename... Parameters, typename... Values>
+void launch(const char* name, const KdaArgs& args, void (*kernel)(Parameters...), dim3 grid, dim3 block,
+            size_t smem_bytes, Values... values) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  Range range(args, name);
+  constexpr size_t kSmemWithoutAsking = 48 * 1024;  // beyond it a kernel must opt in, once per device; repeating is cheap
+  if (smem_bytes > kSmemWithoutAsking) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)), name);
+  }
+  kernel<<<grid, block, smem_bytes, static_cast<cudaStream_t>(args.stream)>>>(values...);
+  check(cudaGetLastError(), name);
+}
+
+}  // namespace kda
