@@ -1,0 +1,442 @@
+"""The operator: `fwd` writes into given tensors, `forward` runs an `Inputs`. Every check of a tensor is here, once.
+
+`fwd` is `torch.ops.kda_lab.fwd` with a friendlier signature. The operator is registered with torch.library, so
+torch.compile traces it, and runs on the library that was loaded last: an edited kernel is picked up by `forward()` and
+`native.load()`, which look at the sources, and not by `fwd`, which is to cost a few microseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kda_lab import annotate, native, registry
+from kda_lab.native.library import BF16, F32, I32, I64, NONE, KdaArgs
+
+if TYPE_CHECKING:
+    from kda_lab.inputs import Inputs, Result
+
+LOWEST_BOUND = -1000.0  # beyond it fp32's error in the argument of exp grows past what the steps promise
+DEFAULT_CHUNK = 16
+_STATE_DTYPES = {torch.bfloat16: BF16, torch.float32: F32}
+_OFFSET_DTYPES = {torch.int32: I32, torch.int64: I64}
+_BF16, _F32 = torch.bfloat16, torch.float32
+_STRUCT_BYTES = ctypes.sizeof(KdaArgs)
+_ALIGNMENT = 256  # of the workspace
+
+
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    step: int | str | None = None,
+    allow_unsafe: bool = False,
+) -> None:
+    """Runs Kimi Delta Attention forward on the tensors' device and writes `out` and `final_state`.
+
+    B batch rows, T tokens, H heads, K and V sizes of a key and a value; N sequences: B, or those of `cu_seqlens`.
+
+    Args:
+        q, k, g: [B, T, H, K] bf16. Queries and keys are normalised inside; g is the gate before its activation.
+        v, out: [B, T, H, V] bf16.
+        beta: [B, T, H] bf16, logits of the strength of a write.
+        scale: multiplies the normalised queries.
+        A_log, dt_bias: [H] and [H, K] fp32, the gate's parameters.
+        lower_bound: smallest log-decay of a token, 0 or negative, and inside what the step can represent
+            (`lower_bound_limit`) unless `allow_unsafe`.
+        initial_state, final_state: [N, H, V, K] bf16 or fp32, or None. They may be the same tensor.
+        cu_seqlens: [N + 1] int32 or int64: sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1] of the one row.
+        step: number or slug of a step of the ladder; None is the best for the device.
+        allow_unsafe: runs a lower_bound that the step cannot represent, for experiments.
+
+    Inputs that are strided or not aligned to 16 bytes are copied first, whatever the step; `out` and `final_state` must
+    be contiguous and aligned, and overlap no input. When an error is raised nothing was written. The entries of a
+    cu_seqlens on a GPU are checked once for every version of the tensor, and not while a CUDA graph is captured.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape, device, layout, offset or bound is wrong; the message says what is expected.
+        NotImplementedError: the step cannot do this on this device, or an input requires grad (there is no backward).
+    """
+    if type(scale) is not float:
+        scale = _as_float("scale", scale)
+    if type(lower_bound) is not float:
+        lower_bound = _as_float("lower_bound", lower_bound)
+    if step is not None and type(step) is not str:
+        step = str(step)
+    _op(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        out,
+        A_log,
+        dt_bias,
+        lower_bound,
+        initial_state,
+        final_state,
+        cu_seqlens,
+        step,
+        DEFAULT_CHUNK,
+        allow_unsafe,
+    )
+
+
+def forward(
+    inputs: Inputs,
+    step: int | str | None = "fused_two_kernel",
+    chunk: int = DEFAULT_CHUNK,
+    device: torch.device | str | None = None,
+    allow_unsafe: bool = False,
+) -> Result:
+    """Runs a step on `inputs` and returns its out [B, T, H, V] bf16 and final_state [N, H, V, K].
+
+    The final state has the dtype of the initial state, or fp32 if there is none. `device` moves the inputs first.
+    Kernels edited since they were loaded are built and loaded first. Raises what `fwd` and `native.load` raise.
+    """
+    from kda_lab.inputs import Result
+
+    if device is not None:
+        inputs = inputs.to(device)
+    native.load(inputs.q.device.type)
+    state = inputs.initial_state
+    shape = (max(inputs.N, 0), inputs.H, inputs.V, inputs.K)
+    final_state = torch.empty(shape, dtype=_F32 if state is None else state.dtype, device=inputs.q.device)
+    out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+    _op(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.g,
+        inputs.beta,
+        _as_float("scale", inputs.scale),
+        out,
+        inputs.A_log,
+        inputs.dt_bias,
+        _as_float("lower_bound", inputs.lower_bound),
+        state,
+        final_state,
+        inputs.cu_seqlens,
+        None if step is None else str(step),
+        chunk,
+        allow_unsafe,
+    )
+    return Result(out, final_state)
+
+
+def lower_bound_limit(step: int | str | None = None, chunk: int = DEFAULT_CHUNK, device: str = "cpu") -> float:
+    """The lowest `lower_bound` that `step` can represent on `device` with chunks of `chunk` tokens."""
+    return _limit(registry.find(native.load(device).steps, step, device), chunk)
+
+
+def check_lower_bound(
+    lower_bound: float,
+    step: int | str | None = None,
+    chunk: int = DEFAULT_CHUNK,
+    device: str = "cpu",
+    allow_unsafe: bool = False,
+) -> None:
+    """Raises what `fwd` raises for this lower_bound."""
+    lower_bound = _as_float("lower_bound", lower_bound)
+    _check_lower_bound(lower_bound, registry.find(native.load(device).steps, step, device), chunk, allow_unsafe)
+
+
+# The operator. `step` is None, a number as a string, or a slug: tracing needs no library to resolve it.
+_SCHEMA = """fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale, Tensor(a!) out, Tensor A_log,
+    Tensor dt_bias, float lower_bound, Tensor? initial_state, Tensor(b!)? final_state, Tensor? cu_seqlens,
+    str? step=None, int chunk=16, bool allow_unsafe=False) -> ()"""
+
+
+def _fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float,
+    initial_state: Tensor | None,
+    final_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    step: str | None = None,
+    chunk: int = DEFAULT_CHUNK,
+    allow_unsafe: bool = False,
+) -> None:
+    _refuse_grad(q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state)
+
+    # Dtypes, shapes, devices.
+    device = q.device
+    if q.dim() != 4:
+        raise _bad_tensor("q", q, _BF16, None, device)
+    if v.dim() != 4:
+        raise _bad_tensor("v", v, _BF16, None, device)
+    B, T, H, K = keys_shape = q.shape
+    V = v.shape[3]
+    values_shape = (B, T, H, V)
+    read = [
+        ("q", q, _BF16, keys_shape),
+        ("k", k, _BF16, keys_shape),
+        ("v", v, _BF16, values_shape),
+        ("g", g, _BF16, keys_shape),
+        ("beta", beta, _BF16, (B, T, H)),
+        ("A_log", A_log, _F32, (H,)),
+        ("dt_bias", dt_bias, _F32, (H, K)),
+    ]
+    written = [("out", out, _BF16, values_shape)]
+    N, offsets_dtype, initial_dtype, final_dtype = B, NONE, NONE, NONE
+    if cu_seqlens is not None:
+        N, offsets_dtype = _check_cu_seqlens(cu_seqlens, B)
+        read.append(("cu_seqlens", cu_seqlens, cu_seqlens.dtype, (N + 1,)))
+    if initial_state is not None:
+        initial_dtype = _state_dtype("initial_state", initial_state)
+        read.append(("initial_state", initial_state, initial_state.dtype, (N, H, V, K)))
+    if final_state is not None:
+        final_dtype = _state_dtype("final_state", final_state)
+        written.append(("final_state", final_state, final_state.dtype, (N, H, V, K)))
+    for name, x, dtype, shape in read + written:
+        if x.dtype is not dtype or x.shape != shape or x.device != device:
+            raise _bad_tensor(name, x, dtype, shape, device)
+
+    # Numbers, against what the step can represent.
+    device_type = device.type
+    library = native.loaded(device_type) or native.load(device_type)
+    rung = _find_step(library, step)
+    if rung.chunks and chunk not in rung.chunks:
+        raise ValueError(f"chunk is {chunk}; step {rung.name} on {device_type} runs {_either(rung.chunks)}")
+    _check_lower_bound(lower_bound, rung, chunk, allow_unsafe)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; expected a finite number, such as K ** -0.5")
+    if cu_seqlens is not None:
+        _check_offsets(cu_seqlens, T)
+
+    # Layout. Only inputs are copied; `copies` and `workspace` keep their memory until the work is enqueued.
+    pointers, spans, copies = {}, [], []
+    for name, x, _, _ in read:
+        begin = x.data_ptr()
+        if begin & 15 or not x.is_contiguous():
+            x = x.clone(memory_format=torch.contiguous_format)
+            copies.append(x)
+            begin = x.data_ptr()
+        pointers[name] = begin
+        spans.append((name, begin, begin + x.nbytes))
+    for name, x, _, _ in written:
+        begin = x.data_ptr()
+        end = begin + x.nbytes
+        if begin & 15 or not x.is_contiguous():
+            raise _bad_layout(name, x)
+        for other, other_begin, other_end in spans:
+            if begin < other_end and other_begin < end:
+                in_place = name == "final_state" and other == "initial_state" and begin == other_begin
+                if not (in_place and final_dtype == initial_dtype):
+                    raise _overlap(name, other)
+        pointers[name] = begin
+        spans.append((name, begin, end))
+
+    args = KdaArgs(_STRUCT_BYTES, B, T, H, K, V, N, chunk, scale, lower_bound, **pointers)
+    args.initial_state_dtype, args.final_state_dtype, args.cu_seqlens_dtype = initial_dtype, final_dtype, offsets_dtype
+    if device_type == "cuda":
+        args.device = device.index
+        args.stream = torch._C._cuda_getCurrentRawStream(device.index)
+    needed = library.workspace_bytes(rung.number, args)
+    if needed:
+        workspace = torch.empty(needed + _ALIGNMENT, dtype=torch.uint8, device=device)
+        args.workspace = -(-workspace.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        args.workspace_bytes = needed
+    if annotate.active():
+        args.push_range, args.pop_range = annotate.stage_callbacks()
+        sizes = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N, "chunk": chunk}
+        with annotate.range(rung.name), annotate.range(f"{rung.name}/forward", category="forward", payload=sizes):
+            _launch(library, rung.number, args, device)
+    else:
+        _launch(library, rung.number, args, device)
+
+
+def _launch(library: native.Library, step: int, args: KdaArgs, device: torch.device) -> None:
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            library.forward(step, args)
+    else:
+        library.forward(step, args)
+
+
+def _fwd_fake(*args: Any, **kwargs: Any) -> None:
+    """Tracing: the operator returns nothing and its checks wait for real tensors, but the call is refused at once."""
+    _refuse_grad(*(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
+
+
+def _refuse_grad(*tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                raise NotImplementedError(
+                    "kda_lab.fwd is forward-only: there is no backward, and a tensor given to it requires grad. Call "
+                    "it under torch.no_grad() or torch.inference_mode(), or detach() the tensor"
+                )
+
+
+@functools.lru_cache
+def _find_step(library: native.Library, step: str | None) -> native.LibraryStep:
+    return registry.find(library.steps, step, library.device)
+
+
+# Checks. The functions that return an exception run only once something is wrong.
+_SHAPES = {
+    "q": "[B, T, H, K]",
+    "k": "[B, T, H, K]",
+    "v": "[B, T, H, V]",
+    "g": "[B, T, H, K]",
+    "beta": "[B, T, H]",
+    "out": "[B, T, H, V]",
+    "A_log": "[H]",
+    "dt_bias": "[H, K]",
+    "initial_state": "[N, H, V, K]",
+    "final_state": "[N, H, V, K]",
+    "cu_seqlens": "[N + 1]",
+}
+
+
+def _bad_tensor(name: str, x: Tensor, dtype: torch.dtype, shape: tuple | None, device: torch.device) -> Exception:
+    if shape is None or x.shape != shape:
+        sizes = "" if shape is None else f" = {list(shape)}, with the sizes of q and v"
+        if name in ("initial_state", "final_state"):
+            sizes += ", one state for each batch row, or for each sequence of cu_seqlens"
+        return ValueError(f"{name} has shape {list(x.shape)}; expected {_SHAPES[name]}{sizes}")
+    if x.dtype is not dtype:
+        return TypeError(f"{name} is {x.dtype}; expected {dtype}: pass {name}.to({dtype})")
+    return ValueError(f"{name} is on {x.device}, but q is on {device}; all tensors must be on one device")
+
+
+def _state_dtype(name: str, state: Tensor) -> int:
+    try:
+        return _STATE_DTYPES[state.dtype]
+    except KeyError:
+        raise TypeError(f"{name} is {state.dtype}; expected torch.bfloat16 or torch.float32") from None
+
+
+def _bad_layout(name: str, x: Tensor) -> Exception:
+    what = f"has strides {x.stride()}" if not x.is_contiguous() else "starts at an address that is no multiple of 16"
+    return ValueError(
+        f"{name} {what}; it is written in place, so it must be contiguous and 16-byte aligned: pass a tensor "
+        f"from torch.empty({list(x.shape)}, ...) and copy from it afterwards"
+    )
+
+
+def _overlap(name: str, other: str) -> Exception:
+    allowed = " (only initial_state itself may be final_state)" if "initial_state" in (name, other) else ""
+    return ValueError(f"{name} shares memory with {other}{allowed}; give {name} memory of its own")
+
+
+def _as_float(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r}; expected a number") from None
+
+
+def _limit(step: native.LibraryStep, chunk: int) -> float:
+    return -step.exponent_budget / chunk if step.exponent_budget else LOWEST_BOUND
+
+
+def _check_lower_bound(lower_bound: float, step: native.LibraryStep, chunk: int, allow_unsafe: bool) -> None:
+    if not math.isfinite(lower_bound):
+        raise ValueError(f"lower_bound is {lower_bound}; expected a finite number, 0 or negative")
+    if allow_unsafe:
+        return
+    if lower_bound > 0:
+        raise ValueError(
+            f"lower_bound is {lower_bound}; expected 0 or negative: with a positive bound the state grows by up "
+            "to e^lower_bound a token. allow_unsafe=True runs it anyway"
+        )
+    limit = _limit(step, chunk)
+    if lower_bound < limit:
+        if step.exponent_budget:
+            why = f"it needs |lower_bound| * chunk <= {step.exponent_budget:g}, or e^(|lower_bound| * chunk) overflows"
+            fix = "a bound in that range, a smaller chunk, or a step without factored decay (0, 1 or 2)"
+        else:
+            why, fix = "below that the argument of exp is too coarse in fp32", "a bound in that range"
+        raise ValueError(
+            f"lower_bound is {lower_bound}; step {step.name} with chunk {chunk} can represent {limit:g} to 0: {why}. "
+            f"Use {fix}; allow_unsafe=True runs it anyway"
+        )
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, B: int) -> tuple[int, int]:
+    """Returns N and the KdaDtype."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}; expected [N + 1], one dimension, N sequences")
+    if cu_seqlens.dtype not in _OFFSET_DTYPES:
+        raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}; expected torch.int32 or torch.int64")
+    if B != 1:
+        raise ValueError(
+            f"q has {B} batch rows and cu_seqlens is given; expected B = 1: put all sequences one after another "
+            "into one row, [1, T, H, K], or leave cu_seqlens out"
+        )
+    return cu_seqlens.numel() - 1, _OFFSET_DTYPES[cu_seqlens.dtype]
+
+
+# (tensor, its version, T) of cu_seqlens on a GPU that were right, by id: reading one back makes the host wait.
+_right_offsets: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+
+
+def _check_offsets(cu_seqlens: Tensor, T: int) -> None:
+    """Checks the entries of cu_seqlens."""
+    on_gpu = cu_seqlens.device.type == "cuda"
+    if on_gpu:
+        if torch.cuda.is_current_stream_capturing():
+            return  # nothing may wait now; the kernels clamp to [0, T]
+        known = None if cu_seqlens.is_inference() else (id(cu_seqlens), cu_seqlens._version, T)
+        if known:
+            reference, *rest = _right_offsets.get(known[0], (None, None))
+            if reference is not None and reference() is cu_seqlens and tuple(rest) == known[1:]:
+                return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        raise ValueError(f"cu_seqlens[0] is {offsets[0]}; expected 0, the first token")
+    for index, (begin, end) in enumerate(itertools.pairwise(offsets), start=1):
+        if end < begin:
+            raise ValueError(
+                f"cu_seqlens[{index}] is {end}, less than cu_seqlens[{index - 1}] = {begin}; expected "
+                "offsets that never decrease"
+            )
+    if offsets[-1] != T:
+        raise ValueError(
+            f"cu_seqlens[{len(offsets) - 1}], the last, is {offsets[-1]}; expected T = {T}, the number of tokens"
+        )
+    if on_gpu and known:
+        key = known[0]
+        _right_offsets[key] = (weakref.ref(cu_seqlens, lambda _: _right_offsets.pop(key, None)), *known[1:])
+
+
+def _either(numbers: tuple[int, ...]) -> str:
+    return " or ".join(map(str, numbers))
+
+
+_library = torch.library.Library("kda_lab", "DEF")
+_library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+for _key in ("CPU", "CUDA"):
+    _library.impl("fwd", _fwd, _key)
+torch.library.register_fake("kda_lab::fwd", _fwd_fake, lib=_library)
+_op = torch.ops.kda_lab.fwd.default
