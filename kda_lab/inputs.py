@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -69,7 +70,15 @@ class Inputs:
         if self.cu_seqlens is None:
             return [(b * self.T, (b + 1) * self.T) for b in range(self.B)]
         offsets = self.cu_seqlens.tolist()
-        return list(zip(offsets[:-1], offsets[1:], strict=True))
+        return list(itertools.pairwise(offsets))
+
+    def chunks(self, chunk: int) -> list[tuple[int, int, int]]:
+        """(sequence, first token, number of tokens <= chunk) of every chunk, sequence after sequence."""
+        return [
+            (sequence, start, min(chunk, stop - start))
+            for sequence, (first, stop) in enumerate(self.spans())
+            for start in range(first, stop, chunk)
+        ]
 
     def to(self, device: torch.device | str) -> Inputs:
         """The same inputs on another device."""

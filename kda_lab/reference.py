@@ -39,7 +39,7 @@ def recurrent(inputs: Inputs) -> Result:
 
 
 def recurrent_torch(inputs: Inputs, device: torch.device | str | None = None) -> Result:
-    """:func:`recurrent` as float64 torch tensors on ``device`` (default: where the inputs are), for GPU-sized checks."""
+    """:func:`recurrent` in float64 torch tensors on ``device`` (default: where the inputs are), for large checks."""
     inputs = inputs if device is None else inputs.to(device)
     device = inputs.q.device
     q, k, g, beta = (torch.from_numpy(a).to(device) for a in activate(inputs))
@@ -113,10 +113,10 @@ class Chunked:
 def chunked(inputs: Inputs, chunk: int = 16) -> Chunked:
     """The chunk form with pairwise exponents exp(G_i - G_j), so it is right for any lower_bound and chunk size.
 
-    Equal to :func:`recurrent` to float64 rounding, but for NaN: products of matrices carry one to every row of its chunk.
+    Equal to :func:`recurrent` to float64 rounding, but for NaN: products of matrices carry it to every row of a chunk.
     """
-    layout = _chunk_layout(inputs, chunk)
-    sequence, first_token, tokens = layout
+    layout = inputs.chunks(chunk)
+    sequence, first_token, tokens = np.array(layout, dtype=np.int64).reshape(-1, 3).T
     q_hat, k_hat, g, beta = (_to_chunks(a, layout, chunk) for a in activate(inputs))
     v = _to_chunks(_array(inputs.v).reshape(-1, inputs.H, inputs.V), layout, chunk)
 
@@ -139,8 +139,8 @@ def chunked(inputs: Inputs, chunk: int = 16) -> Chunked:
         S = state[m] = final_state[n]
         S_t = S.swapaxes(-1, -2)
         U[m] = u[m] - w[m] @ S_t
-        O = q_decayed[m] @ S_t + Mqk[m] @ U[m]  # [H, C, V]
-        out[first_token[m] : first_token[m] + tokens[m]] = O.swapaxes(0, 1)[: tokens[m]]
+        rows = q_decayed[m] @ S_t + Mqk[m] @ U[m]  # [H, C, V]
+        out[first_token[m] : first_token[m] + tokens[m]] = rows.swapaxes(0, 1)[: tokens[m]]
         final_state[n] = S * np.exp(g_cumsum[m, :, -1:]) + U[m].swapaxes(-1, -2) @ k_restored[m]
 
     return Chunked(
@@ -169,7 +169,7 @@ def chunked(inputs: Inputs, chunk: int = 16) -> Chunked:
 
 
 def _pairwise(a: np.ndarray, b: np.ndarray, g_cumsum: np.ndarray) -> np.ndarray:
-    """sum_d a_id b_jd exp(G_id - G_jd) for i >= j, where the exponent is <= 0 if decay is; zeros above. [M, H, C, C]."""
+    """sum_d a_id b_jd exp(G_id - G_jd) for i >= j, zeros above, [M, H, C, C]: for a gate that decays, exp() <= 1."""
     C = a.shape[2]
     product = np.zeros((*a.shape[:3], C))
     for i in range(C):
@@ -202,21 +202,10 @@ def _lockstep(inputs: Inputs) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]
     return order, steps
 
 
-def _chunk_layout(inputs: Inputs, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sequence, first token and number of tokens of every chunk, each [M]."""
-    rows = [
-        (n, start, min(chunk, stop - start))
-        for n, (first, stop) in enumerate(inputs.spans())
-        for start in range(first, stop, chunk)
-    ]
-    return tuple(np.array(rows, dtype=np.int64).reshape(-1, 3).T)
-
-
-def _to_chunks(rows: np.ndarray, layout: tuple[np.ndarray, np.ndarray, np.ndarray], chunk: int) -> np.ndarray:
+def _to_chunks(rows: np.ndarray, layout: list[tuple[int, int, int]], chunk: int) -> np.ndarray:
     """[B*T, H, ...] to [M, H, chunk, ...], padded with zeros."""
-    _, first_token, tokens = layout
-    chunks = np.zeros((len(tokens), chunk, *rows.shape[1:]))
-    for m, (first, count) in enumerate(zip(first_token, tokens, strict=True)):
+    chunks = np.zeros((len(layout), chunk, *rows.shape[1:]))
+    for m, (_, first, count) in enumerate(layout):
         chunks[m, :count] = rows[first : first + count]
     return chunks.swapaxes(1, 2)
 

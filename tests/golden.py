@@ -1,4 +1,4 @@
-"""The golden cases: outputs of an independent kernel on real hardware, with float64 truth beside them (see data/README.md)."""
+"""The golden cases: what an independent kernel made of 28 inputs, and the float64 truth (see data/README.md)."""
 
 from __future__ import annotations
 
