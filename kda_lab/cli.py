@@ -1,0 +1,190 @@
+"""The command `kda-lab`: a thin shell around the package's functions.
+
+A user's mistake is one line on stderr and exit status 2; a red result is exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Commands import what they need themselves: most of it brings torch along, and `kda-lab --help` should be instant.
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line (default: sys.argv) and returns its exit status: 0 good, 1 red, 2 a mistake."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except BrokenPipeError:  # `kda-lab diff 1 2 | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        if not isinstance(error, _user_errors()):
+            raise
+        print(f"kda-lab: {error}", file=sys.stderr)
+        return 2
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    from kda_lab import native
+
+    return (ValueError, NotImplementedError, OSError, native.BuildError, native.LibraryError)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kda-lab", description="How a GPU kernel gets fast: Kimi Delta Attention forward."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        sub.set_defaults(run=run)
+        return sub
+
+    tour = command("tour", _tour, "build, run every lesson, write HTML pages and print the ladder")
+    tour.add_argument("--output", type=Path, default=Path("build/tour"), metavar="DIR", help="default: %(default)s")
+    tour.add_argument("lessons", nargs="*", help="numbers or names of lessons; default: all")
+
+    lab = command("lab", _lab, "open the lessons in JupyterLab")
+    lab.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to jupyter lab")
+
+    build = command("build", _build, "compile the library, or find it compiled, and print its path")
+    build.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+
+    command("steps", _steps, "list the steps of the ladder")
+
+    ladder = command("ladder", _ladder, "check every step against the float64 definition, then time it")
+    ladder.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu")
+    for name, what in (("B", "batch rows"), ("T", "tokens"), ("H", "heads")):
+        ladder.add_argument(f"-{name}", type=_positive, help=what)
+    ladder.add_argument("--step", action="append", help="number or name of a step, may be repeated; default: all")
+    ladder.add_argument("--json", action="store_true", help="rows with raw samples, bound and machine as JSON")
+
+    explore = command("explore", _explore, "what a lower_bound does to the range and the error of the decay factors")
+    explore.add_argument("--lower-bound", type=float, default=-5.0, help="default: %(default)s")
+    explore.add_argument("--chunk", type=int, choices=(8, 16, 32, 64), default=16, help="default: %(default)s")
+    explore.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s")
+    explore.add_argument("--A-log", type=float, default=0.0, help="default: %(default)s")
+    explore.add_argument("--dt-bias", type=float, default=0.0, help="default: %(default)s")
+    explore.add_argument("--gate", default="saturated", help="distribution of the gate's logits; default: %(default)s")
+    explore.add_argument("--save", type=Path, metavar="FILE", help="draw the picture into FILE (.png, .svg, .pdf)")
+
+    doctor = command("doctor", _doctor, "say what works on this machine, and how to mend what does not")
+    doctor.add_argument("--json", action="store_true", help="the facts as JSON")
+
+    diff = command("diff", _diff, "show what changes in the source from one step to another")
+    diff.add_argument("before", help="number or name of a step")
+    diff.add_argument("after", help="number or name of a step")
+    diff.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _tour(args: argparse.Namespace) -> int:
+    from kda_lab import tour
+
+    return tour.run(args.output, args.lessons)
+
+
+def _lab(args: argparse.Namespace) -> int:
+    from kda_lab import tour
+
+    folder = tour.notebooks_dir()
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}", *args.arguments])
+
+
+def _build(args: argparse.Namespace) -> int:
+    from kda_lab import native
+
+    print(native.build(args.device))
+    return 0
+
+
+def _steps(args: argparse.Namespace) -> int:
+    from kda_lab import registry
+
+    for step in registry.steps():
+        print(f"{step.number}  {step.slug:<18} {', '.join(step.devices):<10} {step.title}: {step.idea}")
+    return 0
+
+
+def _ladder(args: argparse.Namespace) -> int:
+    from kda_lab import bench
+
+    def progress(text: str) -> None:
+        print(f"  {text} …", file=sys.stderr, flush=True)
+
+    device = args.device or bench.default_device()
+    progress("matrix product and copy, for the bound")
+    bound = bench.measure_bound(device)
+    rows = bench.ladder(device, B=args.B, T=args.T, H=args.H, steps=args.step, bound=bound, progress=progress)
+    if args.json:
+        record = {"machine": bench.machine(device), "bound": vars(bound), "rows": [row.as_dict() for row in rows]}
+        print(json.dumps(record, indent=2))
+    else:
+        print(bench.format_table(rows))
+    return 1 if any(row.refused for row in rows) else 0
+
+
+def _explore(args: argparse.Namespace) -> int:
+    from kda_lab import numeric_range
+
+    report = numeric_range.explore(
+        args.lower_bound,
+        chunk=args.chunk,
+        dtype=args.dtype,
+        A_log=args.A_log,
+        dt_bias=args.dt_bias,
+        gate=args.gate,
+    )
+    print(report)
+    if args.save:
+        from kda_lab import plots
+
+        plots.range_figure(report).savefig(args.save)
+        print(f"picture: {args.save}")
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from kda_lab import doctor
+
+    found = doctor.facts()
+    print(json.dumps([vars(fact) for fact in found], indent=2) if args.json else doctor.report(found))
+    return 0 if doctor.healthy(found) else 1
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from kda_lab import registry
+
+    paths = []
+    for name in (args.before, args.after):
+        step = registry.get(name, args.device)
+        paths.append(step.source[args.device])
+    before, after = (path.read_text(encoding="utf-8").splitlines() for path in paths)
+    colours = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"} if sys.stdout.isatty() else {}
+    for line in difflib.unified_diff(before, after, paths[0].name, paths[1].name, lineterm=""):
+        print(f"{colours[line[0]]}{line}\033[0m" if line[:1] in colours else line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
