@@ -33,8 +33,8 @@ class Range {
   void (*pop_)(void);
 };
 
-// Starts `kernel` on args.stream inside a range called `name`; throws when the launch fails. A grid with no blocks, which
-// CUDA refuses, is nothing to do. Neither allocates nor synchronises, so a call can be captured in a CUDA graph.
+// Starts `kernel` on args.stream inside a range called `name`; throws when the launch fails. A grid with no blocks,
+// which CUDA refuses, is nothing to do. Neither allocates nor synchronises, so a call can be captured in a CUDA graph.
 //
 //   launch("gate", args, gate<16>, dim3(chunks, H), 128, smem_bytes, q, k, ...);
 //
@@ -44,9 +44,9 @@ void launch(const char* name, const KdaArgs& args, void (*kernel)(Parameters...)
             size_t smem_bytes, Values... values) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   Range range(args, name);
-  constexpr size_t kSmemWithoutAsking = 48 * 1024;  // beyond it a kernel must opt in, once per device; repeating is cheap
-  if (smem_bytes > kSmemWithoutAsking) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)), name);
+  if (smem_bytes > 0) {  // together with what is declared in the kernel it may exceed 48 KB, which needs asking for
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)),
+          name);
   }
   kernel<<<grid, block, smem_bytes, static_cast<cudaStream_t>(args.stream)>>>(values...);
   check(cudaGetLastError(), name);

@@ -1,7 +1,8 @@
 // One function per PTX instruction, named after it, so that a kernel says which instruction it means and the listing
 // (kda-lab sass) can be searched for it. Nothing here decides anything: no loops, no layouts, no policy.
 //
-// Needs sm_80 (mma.sync with bf16, cp.async); ex2, rcp, tanh run on sm_75 as well. PTX ISA 9.0, chapters named per group.
+// Needs sm_80 (mma.sync with bf16, cp.async); ex2, rcp, tanh run on sm_75 as well. PTX ISA 9.0, chapters named per
+// group.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -117,8 +118,8 @@ __device__ __forceinline__ uint32_t cvt_rn_bf16x2(float low, float high) {
 
 // ---- Asynchronous copies, device memory to shared memory (9.7.9.25) ------------------------------------------------
 
-// 16 bytes past the L1 cache. Reads only `bytes` of them (0..16) and fills the rest with zeros; with 0 the source is not
-// touched, but must still be a valid pointer.
+// 16 bytes past the L1 cache. Reads only `bytes` of them (0..16) and fills the rest with zeros; with 0 the source is
+// not touched, but must still be a valid pointer.
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* source, uint32_t bytes = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(source), "r"(bytes) : "memory");
 }
