@@ -1,0 +1,37 @@
+// How every pass over the data is started: the only place with threads and the only place that opens profiler ranges.
+#pragma once
+
+#include <cstdint>
+
+#include "../../kda.h"
+
+namespace kda::cpu {
+
+// A named range on the profiler's timeline for as long as it lives; costs one comparison where no profiler listens.
+class Range {
+ public:
+  Range(const KdaArgs& args, const char* name) : pop_(args.pop_range) {
+    if (args.push_range) args.push_range(name);
+  }
+  ~Range() {
+    if (pop_) pop_();
+  }
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+ private:
+  void (*pop_)(void);
+};
+
+// Calls body(block, head) for every block and head, on all threads, inside a range called `name`. Every call must write
+// its own memory only: then the result does not depend on how many threads there are. The body must not throw.
+template <class Body>
+void launch(const char* name, const KdaArgs& args, int64_t blocks, int64_t heads, const Body& body) {
+  const Range range(args, name);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (int64_t block = 0; block < blocks; ++block) {
+    for (int64_t head = 0; head < heads; ++head) body(block, head);
+  }
+}
+
+}  // namespace kda::cpu

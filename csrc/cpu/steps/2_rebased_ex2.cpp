@@ -1,0 +1,231 @@
+// Step 2, base 2: the same kernels, with exp2 for every exponential.
+//
+// Idea       e^x = 2^(x log2(e)). Fold log2(e) once, on the host, into the two factors that make the gate's argument
+// and
+//            its result, and every exponent that follows is already in base 2: the exponential needs no change of base.
+// Changed    From step 1 (`kda-lab diff 1 2`): expf became exp2f, log2(e) went into gate_slope and gate_scale, and
+// names
+//            of logarithms end in _log2. The gate's sigmoid is base 2, too. No other line differs.
+// Profiler   Compare form_L_and_Mqk with step 1's: same number of calls, each a little cheaper. How much is a property
+// of
+//            the C library: both functions end in a table or polynomial for 2^fraction, expf multiplies by log2(e)
+//            first.
+// Cost       As step 1. On a GPU the difference is one multiplication beside one ex2 instruction (see the CUDA file).
+// Numerics   As step 1. log2(e) is rounded once, in a factor, not in every exponent.
+#include <math.h>
+
+#include "../common/arena.h"
+#include "../common/launch.h"
+#include "../common/scalar.h"
+#include "../common/sequences.h"
+
+namespace kda::cpu::step2 {
+namespace {
+
+// What the passes hand on for one chunk and head, fp32. C = args.chunk; rows past the end of a sequence are not used.
+struct Tile {
+  float* beta;           // [C]
+  float* g_cumsum_log2;  // [C, K]  G_i: the log2-decay from the start of the chunk up to and including token i
+  float* q_hat;          // [C, K]  scale * q / |q|
+  float* k_hat;          // [C, K]  k / |k|
+  float* q_decayed;      // [C, K]  q_hat 2^G
+  float* k_decayed;      // [C, K]  k_hat 2^G
+  float* k_restored;     // [C, K]  k_hat 2^(G_C - G)
+  float* total_decay;    // [K]     2^G_C
+  float* L;              // [C, C]  strictly lower triangular
+  float* Mqk;            // [C, C]  lower triangular
+  float* INV;            // [C, C]  (I + L)^-1, lower triangular
+
+  static Tile place(const KdaArgs& args, Arena& arena) {
+    const int64_t C = args.chunk, K = args.K;
+    return {arena.floats(C),    arena.floats(C, K), arena.floats(C, K), arena.floats(C, K),
+            arena.floats(C, K), arena.floats(C, K), arena.floats(C, K), arena.floats(K),
+            arena.floats(C, C), arena.floats(C, C), arena.floats(C, C)};
+  }
+};
+
+// What one sequence and head keeps in recurrence, fp32.
+struct Head {
+  float* U;      // [V, C]  corrected values of the current chunk
+  float* state;  // [V, K]
+
+  static Head place(const KdaArgs& args, Arena& arena) {
+    return {arena.floats(args.V, args.chunk), arena.floats(args.V, args.K)};
+  }
+};
+
+constexpr double kLog2e = 1.4426950408889634;
+
+float sigmoid_log2(float x_log2) { return 1.0f / (1.0f + exp2f(-x_log2)); }
+
+// g = lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), into g_cumsum_log2, and beta = sigmoid(beta).
+void activate_gate(const KdaArgs& args, const Chunk& chunk, int64_t h, const Tile& tile) {
+  const int64_t K = args.K;
+  const float* dt_bias = args.dt_bias + h * K;
+  const float gate_slope_log2 = saturate(static_cast<float>(kLog2e) * expf(args.A_log[h]));
+  const float gate_scale_log2 = static_cast<float>(kLog2e * args.lower_bound);
+  for (int64_t i = 0; i < chunk.tokens; ++i) {
+    const bf16* g_raw = token(args.g, args, K, chunk.first_row + i, h);
+    for (int64_t d = 0; d < K; ++d) {
+      tile.g_cumsum_log2[i * K + d] = gate_scale_log2 * sigmoid_log2(gate_slope_log2 * saturate(g_raw[d] + dt_bias[d]));
+    }
+    tile.beta[i] = sigmoid_log2(static_cast<float>(kLog2e) * *token(args.beta, args, 1, chunk.first_row + i, h));
+  }
+}
+
+// G_i = G_(i-1) + g_i, in place.
+void accumulate_gate(const KdaArgs& args, const Chunk& chunk, const Tile& tile) {
+  const int64_t K = args.K;
+  for (int64_t i = 1; i < chunk.tokens; ++i) {
+    for (int64_t d = 0; d < K; ++d) tile.g_cumsum_log2[i * K + d] += tile.g_cumsum_log2[(i - 1) * K + d];
+  }
+}
+
+// Normalises q and k and gives them the decay since the chunk began, or until it ends.
+void apply_decay(const KdaArgs& args, const Chunk& chunk, int64_t h, const Tile& tile) {
+  const int64_t K = args.K;
+  const float* g_total_log2 = tile.g_cumsum_log2 + (chunk.tokens - 1) * K;
+  for (int64_t i = 0; i < chunk.tokens; ++i) {
+    const bf16* q = token(args.q, args, K, chunk.first_row + i, h);
+    const bf16* k = token(args.k, args, K, chunk.first_row + i, h);
+    const float q_scale = static_cast<float>(args.scale) * reciprocal_norm(q, K);
+    const float k_scale = reciprocal_norm(k, K);
+    for (int64_t d = 0, at = i * K; d < K; ++d, ++at) {
+      const float decay = exp2f(tile.g_cumsum_log2[at]);
+      tile.q_hat[at] = q_scale * q[d];
+      tile.k_hat[at] = k_scale * k[d];
+      tile.q_decayed[at] = tile.q_hat[at] * decay;
+      tile.k_decayed[at] = tile.k_hat[at] * decay;
+      tile.k_restored[at] = tile.k_hat[at] * exp2f(g_total_log2[d] - tile.g_cumsum_log2[at]);
+    }
+  }
+  for (int64_t d = 0; d < K; ++d) tile.total_decay[d] = exp2f(g_total_log2[d]);
+}
+
+// L_ij = beta_i sum_d k_i k_j exp2(G_i - G_j) for i > j;  Mqk_ij = sum_d q_i k_j exp2(G_i - G_j) for i >= j.
+void form_L_and_Mqk(const KdaArgs& args, const Chunk& chunk, const Tile& tile) {
+  const int64_t C = args.chunk, K = args.K;
+  for (int64_t i = 0; i < chunk.tokens; ++i) {
+    for (int64_t j = 0; j <= i; ++j) {
+      float kk = 0.0f, qk = 0.0f;
+      for (int64_t d = 0; d < K; ++d) {
+        const float decay = exp2f(tile.g_cumsum_log2[i * K + d] - tile.g_cumsum_log2[j * K + d]);
+        kk += tile.k_hat[i * K + d] * tile.k_hat[j * K + d] * decay;
+        qk += tile.q_hat[i * K + d] * tile.k_hat[j * K + d] * decay;
+      }
+      tile.L[i * C + j] = tile.beta[i] * kk;  // the diagonal is there, too, but never read
+      tile.Mqk[i * C + j] = qk;
+    }
+  }
+}
+
+// INV = (I + L)^-1 by forward substitution: row i of (I + L) INV = I says INV_i = I_i - sum_(j<i) L_ij INV_j.
+void invert_unit_lower(const KdaArgs& args, const Chunk& chunk, const Tile& tile) {
+  const int64_t C = args.chunk;
+  for (int64_t i = 0; i < chunk.tokens; ++i) {
+    for (int64_t column = 0; column < i; ++column) {
+      float sum = 0.0f;
+      for (int64_t j = column; j < i; ++j) sum += tile.L[i * C + j] * tile.INV[j * C + column];
+      tile.INV[i * C + column] = -sum;
+    }
+    tile.INV[i * C + i] = 1.0f;
+  }
+}
+
+// U = INV (beta * (V - k_decayed S^T)): what each token adds, once it knows what the tokens before it will have added.
+void correct_values(const KdaArgs& args, const Chunk& chunk, int64_t h, const Tile& tile, const Head& head) {
+  const int64_t C = args.chunk, K = args.K;
+  for (int64_t v = 0; v < args.V; ++v) {
+    const float* S = head.state + v * K;
+    float* U = head.U + v * C;
+    for (int64_t i = 0; i < chunk.tokens; ++i) {
+      float recalled = 0.0f;
+#pragma omp simd reduction(+ : recalled)
+      for (int64_t d = 0; d < K; ++d) recalled += tile.k_decayed[i * K + d] * S[d];
+      U[i] = tile.beta[i] * (token(args.v, args, args.V, chunk.first_row + i, h)[v] - recalled);
+    }
+    for (int64_t i = chunk.tokens - 1; i >= 0; --i) {  // from below, so that the rows above are still uncorrected
+      float sum = 0.0f;
+      for (int64_t j = 0; j <= i; ++j) sum += tile.INV[i * C + j] * U[j];
+      U[i] = sum;
+    }
+  }
+}
+
+// out = q_decayed S^T + Mqk U: from the tokens before this chunk, and from those in it.
+void write_output(const KdaArgs& args, const Chunk& chunk, int64_t h, const Tile& tile, const Head& head) {
+  const int64_t C = args.chunk, K = args.K;
+  for (int64_t v = 0; v < args.V; ++v) {
+    const float* S = head.state + v * K;
+    const float* U = head.U + v * C;
+    for (int64_t i = 0; i < chunk.tokens; ++i) {
+      float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t d = 0; d < K; ++d) sum += tile.q_decayed[i * K + d] * S[d];
+      for (int64_t j = 0; j <= i; ++j) sum += tile.Mqk[i * C + j] * U[j];
+      token(args.out, args, args.V, chunk.first_row + i, h)[v] = bf16(sum);
+    }
+  }
+}
+
+// S = S diag(total_decay) + U^T k_restored
+void update_state(const KdaArgs& args, const Chunk& chunk, const Tile& tile, const Head& head) {
+  const int64_t C = args.chunk, K = args.K;
+  for (int64_t v = 0; v < args.V; ++v) {
+    float* S = head.state + v * K;
+    const float* U = head.U + v * C;
+    for (int64_t d = 0; d < K; ++d) S[d] *= tile.total_decay[d];
+    for (int64_t i = 0; i < chunk.tokens; ++i) {
+      for (int64_t d = 0; d < K; ++d) S[d] += U[i] * tile.k_restored[i * K + d];
+    }
+  }
+}
+
+}  // namespace
+
+int64_t workspace_bytes(const KdaArgs& args) {
+  Arena arena(nullptr);
+  const Records<Tile> tiles(args, most_chunks(args), arena);
+  const Records<Head> heads(args, args.N, arena);
+  return arena.used();
+}
+
+void forward(const KdaArgs& args) {
+  const std::vector<Sequence> sequences = list_sequences(args);
+  const std::vector<Chunk> chunks = list_chunks(args, sequences);
+  const int64_t chunk_count = static_cast<int64_t>(chunks.size());
+  Arena arena(args.workspace);
+  const Records<Tile> tiles(args, most_chunks(args), arena);
+  const Records<Head> heads(args, args.N, arena);
+
+  {
+    const Range range(args, "gate");
+    launch("activate_gate", args, chunk_count, args.H,
+           [&](int64_t c, int64_t h) { activate_gate(args, chunks[c], h, tiles.at(c, h)); });
+    launch("accumulate_gate", args, chunk_count, args.H,
+           [&](int64_t c, int64_t h) { accumulate_gate(args, chunks[c], tiles.at(c, h)); });
+  }
+  {
+    const Range range(args, "intra_chunk");
+    launch("apply_decay", args, chunk_count, args.H,
+           [&](int64_t c, int64_t h) { apply_decay(args, chunks[c], h, tiles.at(c, h)); });
+    launch("form_L_and_Mqk", args, chunk_count, args.H,
+           [&](int64_t c, int64_t h) { form_L_and_Mqk(args, chunks[c], tiles.at(c, h)); });
+    launch("invert_unit_lower", args, chunk_count, args.H,
+           [&](int64_t c, int64_t h) { invert_unit_lower(args, chunks[c], tiles.at(c, h)); });
+  }
+  launch("recurrence", args, args.N, args.H, [&](int64_t n, int64_t h) {
+    const Head head = heads.at(n, h);
+    const auto state = [&](int64_t v, int64_t d) -> float& { return head.state[v * args.K + d]; };
+    load_state(args, n, h, state);
+    for (int64_t begin = 0, c = sequences[n].first_chunk; begin < sequences[n].tokens; begin += args.chunk, ++c) {
+      const Tile tile = tiles.at(c, h);
+      correct_values(args, chunks[c], h, tile, head);
+      write_output(args, chunks[c], h, tile, head);
+      update_state(args, chunks[c], tile, head);
+    }
+    store_state(args, n, h, state);
+  });
+}
+
+}  // namespace kda::cpu::step2

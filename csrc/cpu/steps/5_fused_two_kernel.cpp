@@ -1,0 +1,314 @@
+// Step 5, two kernels: everything that can be done for all chunks at once, then everything that cannot.
+//
+// Idea       prepare takes a chunk and head from its inputs to the six small matrices that recurrence needs, in one go:
+//            the stages of step 3 run on 16 channels at a time, in registers and the L1 cache, and never see memory.
+//            recurrence carries the state from chunk to chunk as products of register tiles.
+// Changed    From step 3 (`kda-lab diff 3 5`): seven passes became two; vectors of channels or values instead of
+// scalars;
+//            the state is kept transposed, [K, values], so that a vector holds one channel of many values and no sum
+//            runs across lanes; beta is folded into INV; k_restored is k_inv times the chunk's decay.
+// Profiler   Two ranges: prepare and recurrence. recurrence does 90 % of the arithmetic and takes nearly all time;
+//            its inner loop should show two fused multiply-adds a cycle and little else.
+// Cost       Per token and head at D = K = V = 128: 117,760 FLOP (prepare 11,264, recurrence 106,496), 3 D
+// exponentials,
+//            2.6 KB of inputs and output, 1.7 KB of workspace written and read.
+// Numerics   As step 3: fp32, |lower_bound| * 16 <= 87, an exact inverse. exp2 is a polynomial within 1.5 ulp. Sums
+// over j
+//            stop at the diagonal instead of adding zeros: 0 * NaN would carry a NaN to the tokens before it.
+#include <math.h>
+
+#include "../common/arena.h"
+#include "../common/launch.h"
+#include "../common/scalar.h"
+#include "../common/sequences.h"
+#include "../common/simd.h"
+
+namespace kda::cpu::step5 {
+namespace {
+
+constexpr int kChunk = 16;
+constexpr int kChunkVecs = kChunk / kLanes;
+constexpr int kBlock = 2 * kLanes;  // values of a register tile
+constexpr float kLog2e = 1.44269504f;
+
+int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+int64_t padded_K(const KdaArgs& args) { return round_up(args.K, 16); }
+int64_t value_blocks(const KdaArgs& args) { return (args.V + kBlock - 1) / kBlock; }
+
+// What prepare hands to recurrence for one chunk and head, fp32. Tokens past the end of a sequence and channels past K
+// (Kp = K rounded up) are zeros, which change nothing, so no loop needs a tail.
+struct Tile {
+  float* q_decayed;    // [16, Kp]  scale * q / |q| * 2^G
+  float* k_decayed;    // [16, Kp]  k / |k| * 2^G
+  float* k_restored;   // [16, Kp]  k / |k| * 2^(G_C - G)
+  float* total_decay;  // [Kp]      2^G_C
+  float* Mqk;          // [16, 16]  lower triangular
+  float* INV_beta;     // [16, 16]  (I + L)^-1 diag(beta), lower triangular
+
+  static Tile place(const KdaArgs& args, Arena& arena) {
+    const int64_t Kp = padded_K(args);
+    return {arena.floats(kChunk, Kp), arena.floats(kChunk, Kp),     arena.floats(kChunk, Kp),
+            arena.floats(Kp),         arena.floats(kChunk, kChunk), arena.floats(kChunk, kChunk)};
+  }
+};
+
+// What one sequence and head keeps in recurrence, fp32.
+struct Head {
+  float* state;  // [value blocks, Kp, kBlock]
+
+  static Head place(const KdaArgs& args, Arena& arena) {
+    return {arena.floats(value_blocks(args), padded_K(args), kBlock)};
+  }
+};
+
+// What prepare keeps for one chunk and head while it works, all in the L1 cache.
+struct Scratch {
+  float q_scale[kChunk];          // scale / |q|; 0 past the end of the sequence
+  float k_scale[kChunk];          // 1 / |k|
+  float beta[kChunk];             // sigmoid(beta)
+  Vec g_cumsum_log2[kChunk];      // [16, kLanes]  kLanes channels at a time
+  float k_inv_T[kLanes][kChunk];  // [kLanes, 16]  k / |k| * 2^-G of those channels, transposed
+  float L[kChunk * kChunk];       // [16, 16]
+};
+
+// acc[r] += sum_n a[r, n] * b[n], rows of vectors; element (r, n) of a is at a[r * a_row + n * a_step].
+template <int ROWS, int VECS>
+inline __attribute__((always_inline)) void multiply_add(Vec (&acc)[ROWS][VECS], const float* a, int64_t a_row,
+                                                        int64_t a_step, const float* b, int64_t b_step, int64_t count) {
+  for (int64_t n = 0; n < count; ++n, a += a_step, b += b_step) {
+    Vec row[VECS];
+    for (int c = 0; c < VECS; ++c) row[c] = load(b + c * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < VECS; ++c) acc[r][c] += a[r * a_row] * row[c];
+    }
+  }
+}
+
+// The same for ROWS rows of a lower triangular matrix that start at column 0 of a: row r sums columns 0 to r only.
+template <int ROWS, int VECS>
+inline __attribute__((always_inline)) void multiply_add_lower(Vec (&acc)[ROWS][VECS], const float* a, int64_t a_row,
+                                                              const float* b, int64_t b_step) {
+#pragma GCC unroll 16
+  for (int n = 0; n < ROWS; ++n) {
+    Vec row[VECS];
+    for (int c = 0; c < VECS; ++c) row[c] = load(b + n * b_step + c * kLanes);
+#pragma GCC unroll 16
+    for (int r = n; r < ROWS; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < VECS; ++c) acc[r][c] += a[r * a_row + n] * row[c];
+    }
+  }
+}
+
+Vec sigmoid_log2(Vec x_log2) { return 1.0f / (1.0f + exp2(-x_log2)); }
+
+// What needs all of K: the norms, and beta.
+void normalize(const KdaArgs& args, const Chunk& chunk, int64_t h, Scratch& scratch) {
+  for (int64_t i = 0; i < kChunk; ++i) {
+    const bool is_token = i < chunk.tokens;
+    const int64_t row = chunk.first_row + (is_token ? i : 0);
+    const float scale = static_cast<float>(args.scale);
+    scratch.q_scale[i] = is_token ? scale * reciprocal_norm(token(args.q, args, args.K, row, h), args.K) : 0.0f;
+    scratch.k_scale[i] = is_token ? reciprocal_norm(token(args.k, args, args.K, row, h), args.K) : 0.0f;
+    scratch.beta[i] = is_token ? 1.0f / (1.0f + expf(-*token(args.beta, args, 1, row, h))) : 0.0f;
+  }
+}
+
+// g_log2 of kLanes channels from d on, into g_cumsum_log2; 0 past the end of the sequence.
+void activate_gate(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t d, Scratch& scratch) {
+  const Vec dt_bias = load_first(args.dt_bias + h * args.K + d, args.K - d);
+  const float gate_slope_log2 = saturate(kLog2e * expf(args.A_log[h]));
+  const float gate_scale_log2 = static_cast<float>(1.4426950408889634 * args.lower_bound);
+  for (int64_t i = 0; i < kChunk; ++i) {
+    scratch.g_cumsum_log2[i] = Vec{};
+    if (i >= chunk.tokens) continue;
+    const Vec g_raw = load_first(token(args.g, args, args.K, chunk.first_row + i, h) + d, args.K - d);
+    const Vec argument_log2 = gate_slope_log2 * clamp(g_raw + dt_bias, -FLT_MAX, FLT_MAX);
+    scratch.g_cumsum_log2[i] = gate_scale_log2 * sigmoid_log2(argument_log2);
+  }
+}
+
+void accumulate_gate(Scratch& scratch) {
+  for (int i = 1; i < kChunk; ++i) scratch.g_cumsum_log2[i] += scratch.g_cumsum_log2[i - 1];
+}
+
+void apply_decay(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t d, const Tile& tile, Scratch& scratch) {
+  const int64_t Kp = padded_K(args);
+  const Vec total_decay = exp2(scratch.g_cumsum_log2[kChunk - 1]);
+  store(tile.total_decay + d, total_decay);
+  for (int64_t i = 0; i < kChunk; ++i) {
+    const int64_t row = chunk.first_row + (i < chunk.tokens ? i : 0);
+    const bool is_token = i < chunk.tokens;
+    const Vec q = is_token ? load_first(token(args.q, args, args.K, row, h) + d, args.K - d) : Vec{};
+    const Vec k = is_token ? load_first(token(args.k, args, args.K, row, h) + d, args.K - d) : Vec{};
+    const Vec decay = exp2(scratch.g_cumsum_log2[i]);
+    const Vec k_hat = scratch.k_scale[i] * k;
+    const Vec k_inv = k_hat * exp2(-scratch.g_cumsum_log2[i]);
+    store(tile.q_decayed + i * Kp + d, scratch.q_scale[i] * q * decay);
+    store(tile.k_decayed + i * Kp + d, k_hat * decay);
+    store(tile.k_restored + i * Kp + d, k_inv * total_decay);
+    for (int lane = 0; lane < kLanes; ++lane) scratch.k_inv_T[lane][i] = k_inv[lane];
+  }
+}
+
+// L += k_decayed k_inv^T and Mqk += q_decayed k_inv^T over kLanes channels from d on. All columns of a row are
+// computed; those past the diagonal are never read.
+void form_L_and_Mqk(int64_t Kp, int64_t d, const Tile& tile, Scratch& scratch) {
+  constexpr int kRows = 2 * kTileRows / kChunkVecs;  // the same number of accumulators as in recurrence
+  const auto accumulate = [&](const float* decayed, float* product) {
+    for (int i = 0; i < kChunk; i += kRows) {
+      Vec acc[kRows][kChunkVecs];
+      for (int r = 0; r < kRows; ++r) {
+        for (int c = 0; c < kChunkVecs; ++c) acc[r][c] = load(product + (i + r) * kChunk + c * kLanes);
+      }
+      multiply_add(acc, decayed + i * Kp + d, Kp, 1, scratch.k_inv_T[0], kChunk, kLanes);
+      for (int r = 0; r < kRows; ++r) {
+        for (int c = 0; c < kChunkVecs; ++c) store(product + (i + r) * kChunk + c * kLanes, acc[r][c]);
+      }
+    }
+  };
+  accumulate(tile.k_decayed, scratch.L);
+  accumulate(tile.q_decayed, tile.Mqk);
+}
+
+// INV = (I + L)^-1 by forward substitution: INV_i = I_i - sum_(j<i) beta_i L_ij INV_j, whole rows at a time; then its
+// columns times beta.
+void invert_unit_lower(const Tile& tile, const Scratch& scratch) {
+  float* INV = tile.INV_beta;
+  for (int i = 0; i < kChunk; ++i) {
+    Vec row[1][kChunkVecs] = {};
+    multiply_add(row, scratch.L + i * kChunk, 0, 1, INV, kChunk, i);
+    for (int c = 0; c < kChunkVecs; ++c) store(INV + i * kChunk + c * kLanes, -scratch.beta[i] * row[0][c]);
+    INV[i * kChunk + i] = 1.0f;
+  }
+  for (int i = 0; i < kChunk; ++i) {
+    for (int c = 0; c < kChunkVecs; ++c) {
+      float* at = INV + i * kChunk + c * kLanes;
+      store(at, load(at) * load(scratch.beta + c * kLanes));
+    }
+  }
+}
+
+// Kernel 1: one chunk and head.
+void prepare(const KdaArgs& args, const Chunk& chunk, int64_t h, const Tile& tile) {
+  const int64_t Kp = padded_K(args);
+  Scratch scratch;
+  std::fill_n(scratch.L, kChunk * kChunk, 0.0f);
+  std::fill_n(tile.Mqk, kChunk * kChunk, 0.0f);
+  normalize(args, chunk, h, scratch);
+  for (int64_t d = 0; d < Kp; d += kLanes) {
+    activate_gate(args, chunk, h, d, scratch);
+    accumulate_gate(scratch);
+    apply_decay(args, chunk, h, d, tile, scratch);
+    form_L_and_Mqk(Kp, d, tile, scratch);
+  }
+  invert_unit_lower(tile, scratch);
+}
+
+// U [16, kBlock] = INV_beta (V - k_decayed S)
+void correct_values(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t v, const Tile& tile, const float* S,
+                    float* U) {
+  const int64_t Kp = padded_K(args);
+  float difference[kChunk * kBlock];
+  for (int i = 0; i < kChunk; i += kTileRows) {
+    Vec acc[kTileRows][2] = {};
+    multiply_add(acc, tile.k_decayed + i * Kp, Kp, 1, S, kBlock, Kp);
+    for (int r = 0; r < kTileRows; ++r) {
+      for (int c = 0; c < 2; ++c) {
+        const int64_t at = v + c * kLanes;
+        const bool is_token = i + r < chunk.tokens;
+        const Vec value = is_token && at < args.V
+                              ? load_first(token(args.v, args, args.V, chunk.first_row + i + r, h) + at, args.V - at)
+                              : Vec{};
+        store(difference + (i + r) * kBlock + c * kLanes, value - acc[r][c]);
+      }
+    }
+  }
+  for (int i = 0; i < kChunk; i += kTileRows) {
+    Vec acc[kTileRows][2] = {};
+    multiply_add(acc, tile.INV_beta + i * kChunk, kChunk, 1, difference, kBlock, i);
+    multiply_add_lower(acc, tile.INV_beta + i * kChunk + i, kChunk, difference + i * kBlock, kBlock);
+    for (int r = 0; r < kTileRows; ++r) {
+      for (int c = 0; c < 2; ++c) store(U + (i + r) * kBlock + c * kLanes, acc[r][c]);
+    }
+  }
+}
+
+// out = q_decayed S + Mqk U
+void write_output(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t v, const Tile& tile, const float* S,
+                  const float* U) {
+  const int64_t Kp = padded_K(args);
+  for (int i = 0; i < kChunk; i += kTileRows) {
+    Vec acc[kTileRows][2] = {};
+    multiply_add(acc, tile.q_decayed + i * Kp, Kp, 1, S, kBlock, Kp);
+    multiply_add(acc, tile.Mqk + i * kChunk, kChunk, 1, U, kBlock, i);
+    multiply_add_lower(acc, tile.Mqk + i * kChunk + i, kChunk, U + i * kBlock, kBlock);
+    for (int r = 0; r < kTileRows && i + r < chunk.tokens; ++r) {
+      bf16* out = token(args.out, args, args.V, chunk.first_row + i + r, h);
+      for (int c = 0; c < 2; ++c) {
+        const int64_t at = v + c * kLanes;
+        if (at < args.V) store_first(out + at, acc[r][c], args.V - at);
+      }
+    }
+  }
+}
+
+// S = diag(total_decay) S + k_restored^T U
+void update_state(const KdaArgs& args, const Tile& tile, float* S, const float* U) {
+  const int64_t Kp = padded_K(args);
+  for (int64_t d = 0; d < Kp; d += kTileRows) {
+    Vec acc[kTileRows][2];
+    for (int r = 0; r < kTileRows; ++r) {
+      for (int c = 0; c < 2; ++c) acc[r][c] = load(S + (d + r) * kBlock + c * kLanes) * tile.total_decay[d + r];
+    }
+    multiply_add(acc, tile.k_restored + d, 1, Kp, U, kBlock, kChunk);
+    for (int r = 0; r < kTileRows; ++r) {
+      for (int c = 0; c < 2; ++c) store(S + (d + r) * kBlock + c * kLanes, acc[r][c]);
+    }
+  }
+}
+
+}  // namespace
+
+int64_t workspace_bytes(const KdaArgs& args) {
+  Arena arena(nullptr);
+  const Records<Tile> tiles(args, most_chunks(args), arena);
+  const Records<Head> heads(args, args.N, arena);
+  return arena.used();
+}
+
+void forward(const KdaArgs& args) {
+  const std::vector<Sequence> sequences = list_sequences(args);
+  const std::vector<Chunk> chunks = list_chunks(args, sequences);
+  Arena arena(args.workspace);
+  const Records<Tile> tiles(args, most_chunks(args), arena);
+  const Records<Head> heads(args, args.N, arena);
+  const int64_t Kp = padded_K(args);
+
+  launch("prepare", args, static_cast<int64_t>(chunks.size()), args.H,
+         [&](int64_t c, int64_t h) { prepare(args, chunks[c], h, tiles.at(c, h)); });
+
+  launch("recurrence", args, args.N, args.H, [&](int64_t n, int64_t h) {
+    float* blocks = heads.at(n, h).state;
+    const auto state = [&](int64_t v, int64_t d) -> float& {
+      return blocks[(v / kBlock * Kp + d) * kBlock + v % kBlock];
+    };
+    std::fill_n(blocks, value_blocks(args) * Kp * kBlock, 0.0f);
+    load_state(args, n, h, state);
+    for (int64_t begin = 0, c = sequences[n].first_chunk; begin < sequences[n].tokens; begin += kChunk, ++c) {
+      const Tile tile = tiles.at(c, h);
+      for (int64_t v = 0; v < args.V; v += kBlock) {
+        float* S = blocks + v * Kp;
+        alignas(64) float U[kChunk * kBlock];
+        correct_values(args, chunks[c], h, v, tile, S, U);
+        write_output(args, chunks[c], h, v, tile, S, U);
+        update_state(args, tile, S, U);
+      }
+    }
+    store_state(args, n, h, state);
+  });
+}
+
+}  // namespace kda::cpu::step5
