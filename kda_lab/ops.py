@@ -30,6 +30,8 @@ _OFFSET_DTYPES = {torch.int32: I32, torch.int64: I64}
 _BF16, _F32 = torch.bfloat16, torch.float32
 _STRUCT_BYTES = ctypes.sizeof(KdaArgs)
 _ALIGNMENT = 256  # of the workspace
+_WRITTEN = ("out", "final_state")
+_STATES = {"initial_state", "final_state"}
 
 
 def fwd(
@@ -185,9 +187,6 @@ def _fwd(
     chunk: int = DEFAULT_CHUNK,
     allow_unsafe: bool = False,
 ) -> None:
-    _refuse_grad(q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state)
-
-    # Dtypes, shapes, devices.
     device = q.device
     if q.dim() != 4:
         raise _bad_tensor("q", q, _BF16, None, device)
@@ -196,7 +195,7 @@ def _fwd(
     B, T, H, K = keys_shape = q.shape
     V = v.shape[3]
     values_shape = (B, T, H, V)
-    read = [
+    tensors = [
         ("q", q, _BF16, keys_shape),
         ("k", k, _BF16, keys_shape),
         ("v", v, _BF16, values_shape),
@@ -204,23 +203,45 @@ def _fwd(
         ("beta", beta, _BF16, (B, T, H)),
         ("A_log", A_log, _F32, (H,)),
         ("dt_bias", dt_bias, _F32, (H, K)),
+        ("out", out, _BF16, values_shape),
     ]
-    written = [("out", out, _BF16, values_shape)]
     N, offsets_dtype, initial_dtype, final_dtype = B, NONE, NONE, NONE
     if cu_seqlens is not None:
         N, offsets_dtype = _check_cu_seqlens(cu_seqlens, B)
-        read.append(("cu_seqlens", cu_seqlens, cu_seqlens.dtype, (N + 1,)))
+        tensors.append(("cu_seqlens", cu_seqlens, cu_seqlens.dtype, (N + 1,)))
     if initial_state is not None:
         initial_dtype = _state_dtype("initial_state", initial_state)
-        read.append(("initial_state", initial_state, initial_state.dtype, (N, H, V, K)))
+        tensors.append(("initial_state", initial_state, initial_state.dtype, (N, H, V, K)))
     if final_state is not None:
         final_dtype = _state_dtype("final_state", final_state)
-        written.append(("final_state", final_state, final_state.dtype, (N, H, V, K)))
-    for name, x, dtype, shape in read + written:
+        tensors.append(("final_state", final_state, final_state.dtype, (N, H, V, K)))
+
+    # One pass over the tensors: half of what a call costs. `copies` keeps memory until the work is enqueued.
+    grad = torch.is_grad_enabled()
+    pointers, ends, copies = {}, {}, []
+    for name, x, dtype, shape in tensors:
         if x.dtype is not dtype or x.shape != shape or x.device != device:
             raise _bad_tensor(name, x, dtype, shape, device)
+        if grad and x.requires_grad:
+            raise _forward_only(name)
+        begin = x.data_ptr()
+        if begin & 15 or not x.is_contiguous():
+            if name in _WRITTEN:
+                raise _bad_layout(name, x)
+            x = x.clone(memory_format=torch.contiguous_format)
+            copies.append(x)
+            begin = x.data_ptr()
+        pointers[name] = begin
+        ends[name] = begin + x.nbytes
+    for name in _WRITTEN:
+        if name in pointers:
+            begin, end = pointers[name], ends[name]
+            for other, other_begin in pointers.items():
+                if begin < ends[other] and other_begin < end and other != name:
+                    in_place = {name, other} == _STATES and begin == other_begin and initial_dtype == final_dtype
+                    if not in_place:
+                        raise _overlap(name, other)
 
-    # Numbers, against what the step can represent.
     device_type = device.type
     library = native.loaded(device_type) or native.load(device_type)
     rung = _find_step(library, step)
@@ -231,29 +252,6 @@ def _fwd(
         raise ValueError(f"scale is {scale}; expected a finite number, such as K ** -0.5")
     if cu_seqlens is not None:
         _check_offsets(cu_seqlens, T)
-
-    # Layout. Only inputs are copied; `copies` and `workspace` keep their memory until the work is enqueued.
-    pointers, spans, copies = {}, [], []
-    for name, x, _, _ in read:
-        begin = x.data_ptr()
-        if begin & 15 or not x.is_contiguous():
-            x = x.clone(memory_format=torch.contiguous_format)
-            copies.append(x)
-            begin = x.data_ptr()
-        pointers[name] = begin
-        spans.append((name, begin, begin + x.nbytes))
-    for name, x, _, _ in written:
-        begin = x.data_ptr()
-        end = begin + x.nbytes
-        if begin & 15 or not x.is_contiguous():
-            raise _bad_layout(name, x)
-        for other, other_begin, other_end in spans:
-            if begin < other_end and other_begin < end:
-                in_place = name == "final_state" and other == "initial_state" and begin == other_begin
-                if not (in_place and final_dtype == initial_dtype):
-                    raise _overlap(name, other)
-        pointers[name] = begin
-        spans.append((name, begin, end))
 
     args = KdaArgs(_STRUCT_BYTES, B, T, H, K, V, N, chunk, scale, lower_bound, **pointers)
     args.initial_state_dtype, args.final_state_dtype, args.cu_seqlens_dtype = initial_dtype, final_dtype, offsets_dtype
@@ -284,17 +282,23 @@ def _launch(library: native.Library, step: int, args: KdaArgs, device: torch.dev
 
 def _fwd_fake(*args: Any, **kwargs: Any) -> None:
     """Tracing: the operator returns nothing and its checks wait for real tensors, but the call is refused at once."""
-    _refuse_grad(*(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
-
-
-def _refuse_grad(*tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled():
-        for x in tensors:
-            if x is not None and x.requires_grad:
-                raise NotImplementedError(
-                    "kda_lab.fwd is forward-only: there is no backward, and a tensor given to it requires grad. Call "
-                    "it under torch.no_grad() or torch.inference_mode(), or detach() the tensor"
-                )
+    names = (
+        "q",
+        "k",
+        "v",
+        "g",
+        "beta",
+        "scale",
+        "out",
+        "A_log",
+        "dt_bias",
+        "lower_bound",
+        "initial_state",
+        "final_state",
+    )
+    for name, x in zip(names, args, strict=False):
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise _forward_only(name)
 
 
 @functools.lru_cache
@@ -327,6 +331,13 @@ def _bad_tensor(name: str, x: Tensor, dtype: torch.dtype, shape: tuple | None, d
     if x.dtype is not dtype:
         return TypeError(f"{name} is {x.dtype}; expected {dtype}: pass {name}.to({dtype})")
     return ValueError(f"{name} is on {x.device}, but q is on {device}; all tensors must be on one device")
+
+
+def _forward_only(name: str) -> Exception:
+    return NotImplementedError(
+        f"{name} requires grad, but kda_lab.fwd is forward-only: there is no backward. Call it under torch.no_grad() "
+        f"or torch.inference_mode(), or pass {name}.detach()"
+    )
 
 
 def _state_dtype(name: str, state: Tensor) -> int:
