@@ -1,13 +1,15 @@
 """What exp(+G) and exp(-G) do in a number format, G = cumsum of the log-decay over a chunk, and what that costs.
 
 The factored chunk form needs both factors; ``lower_bound`` times the chunk size decides whether they fit.
-:func:`explore` evaluates one setting: ranges from a sample of gates, and two errors measured by running a small problem.
+:func:`explore` evaluates one setting: ranges from a sample of gates, and two errors measured on a small problem.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -82,7 +84,7 @@ class RangeReport:
     @property
     def exp_neg_log2(self) -> tuple[float, float]:
         """Smallest and largest log2 of exp(-G)."""
-        return -self.g_cumsum_max / math.log(2), -self.g_cumsum_min / math.log(2)
+        return 0.0 - self.g_cumsum_max / math.log(2), 0.0 - self.g_cumsum_min / math.log(2)  # never -0.0
 
     @property
     def limit(self) -> float:
@@ -191,7 +193,8 @@ def _measure(inputs: Inputs, chunk: int) -> dict[str, float]:
 
     truth = reference.recurrent(inputs).out
     native = ops.forward(inputs, step="factored", chunk=chunk, allow_unsafe=True)
-    mirror = rounding.forward(inputs, chunk=chunk)
+    with _one_torch_thread():
+        mirror = rounding.forward(inputs, chunk=chunk)
     return dict(native_error=relative_rms(native.out, truth), mirror_error=relative_rms(mirror.out, truth))
 
 

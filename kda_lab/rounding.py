@@ -7,9 +7,9 @@ The published kernel (FlashKDA) multiplies bf16 factors on tensor cores, inverts
     forward(inputs, Rounding.published().replace(state=False))  # as published, but an fp32 state
     forward(inputs, Rounding.exact().replace(state=True))      # nothing but that rounding, everything else in float64
 
-A tensor-core product is modelled as exact bf16 (or fp16) products summed in ``arithmetic``. The one thing not modelled is
-the hardware's tanh.approx: an fp32 tanh stands in for it. Where the gate does not depend on it (saturated either way) the
-mirror is the kernel bit for bit; elsewhere the two differ by roundings that fall the other way (tests/test_golden.py).
+A tensor-core product is modelled as exact bf16 (or fp16) products summed in ``arithmetic``. The one thing not modelled
+is the hardware's tanh.approx: an fp32 tanh stands in. Where the gate does not depend on it (saturated either way)
+the mirror is the kernel bit for bit; elsewhere some roundings fall the other way.
 """
 
 from __future__ import annotations
