@@ -198,6 +198,17 @@ def _measure(inputs: Inputs, chunk: int) -> dict[str, float]:
     return dict(native_error=relative_rms(native.out, truth), mirror_error=relative_rms(mirror.out, truth))
 
 
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Operators this small lose more to waking threads, and on a busy machine to waiting for them, than they gain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _problem(lower_bound: float, chunk: int, A_log: float, dt_bias: float, gate: str | tuple[float, float]) -> Inputs:
     """A small problem whose gate has the wanted distribution; its bf16 g is rounded like any other input."""
     if isinstance(gate, str):

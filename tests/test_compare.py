@@ -12,7 +12,7 @@ TRUTH = np.array([[3.0, 0.0], [0.0, 4.0]])
 
 
 def test_relative_rms_is_the_ratio_of_norms() -> None:
-    assert relative_rms(TRUTH + [[0.0, 0.3], [0.4, 0.0]], TRUTH) == pytest.approx(0.5 / 5)
+    assert relative_rms(TRUTH + np.array([[0.0, 0.3], [0.4, 0.0]]), TRUTH) == pytest.approx(0.5 / 5)
     assert relative_rms(TRUTH, TRUTH) == 0
 
 
