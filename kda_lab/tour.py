@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import os
 import re
 import shutil
 import sys
@@ -40,12 +41,12 @@ class Lesson:
     @property
     def title(self) -> str:
         """The first heading, without Markdown's marks."""
-        return _first_match(r"^#\s+(.+)$", self.notebook) or self.name
+        return _first_match(r"^#\s+(.+)$", self.notebook).replace("`", "") or self.name
 
     @property
     def summary(self) -> str:
-        """What the lesson says one will see, in Markdown."""
-        return _first_match(r"^\*\*You will see\*\* ((?:.+\n)+?)(?=\*\*You need)", self.notebook)
+        """The first paragraph, in Markdown."""
+        return _first_match(r"\A#.+\n+(.+(?:\n.+)*)", self.notebook)
 
 
 def notebooks_dir() -> Path:
@@ -74,6 +75,9 @@ def find_lessons(wanted: Sequence[str] = ()) -> list[Path]:
 def run(output: Path, wanted: Sequence[str] = ()) -> int:
     """Builds, executes, writes the pages, prints the ladder; returns 0, or 1 when a lesson or a step's check failed."""
     paths = find_lessons(wanted)
+    os.environ["KINETO_LOG_LEVEL"] = (
+        "6"  # torch.profiler in a lesson would write of its start and stop among these lines
+    )
     started = time.perf_counter()
     native.build("cpu")
     lessons = []
@@ -162,7 +166,7 @@ def _index(lessons: Sequence[Lesson], table: str) -> str:
         state = '<strong class="failure">failed</strong>' if lesson.failure else f"ran in {lesson.seconds:.0f} s"
         items.append(
             f'<li><a href="{lesson.name}.html">{html.escape(lesson.title)}</a> <small>{state}</small>'
-            f"<br>{_markdown(lesson.summary)}</li>"
+            f"{_markdown(lesson.summary)}</li>"
         )
     machine = bench.machine(bench.default_device())
     label = ", ".join([machine.get("gpu") or machine["cpu"], f"torch {machine['torch']}", machine["date"]])
@@ -189,18 +193,19 @@ def _page(title: str, body: str) -> str:
 
 def _body(notebook: nbformat.NotebookNode) -> str:
     """Code, outputs and Markdown as HTML, with formulas as MathML and widgets as they stood at the end."""
-    from nbconvert import HTMLExporter
+    from nbconvert import HTMLExporter, TemplateExporter
+    from nbconvert.filters import Highlight2HTML
 
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             view = output.get("data", {}).pop(_WIDGET_VIEW, None)
             if view:
                 output.data["text/html"] = _static_twin(view["model_id"], notebook)
-    exporter = HTMLExporter(
-        template_name="basic", embed_images=True, exclude_input_prompt=True, exclude_output_prompt=True
-    )
+    exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
     exporter.register_filter("markdown2html", _markdown)
-    return exporter.from_notebook_node(notebook)[0]
+    exporter.register_filter("highlight_code", Highlight2HTML(pygments_lexer="ipython3"))
+    # Not HTMLExporter's own method: it sends the page through a parser that collapses the indentation of listings.
+    return TemplateExporter.from_notebook_node(exporter, notebook)[0]
 
 
 def _static_twin(model_id: str, notebook: nbformat.NotebookNode) -> str:
@@ -239,8 +244,11 @@ def _markdown(source: str) -> str:
 
 
 def _mathml(latex: str, display: str) -> str:
+    """A formula as MathML, with what latex2mathml does not know put in words it does."""
     from latex2mathml.converter import convert
 
+    latex = latex.replace("{aligned}", "{align*}")
+    latex = re.sub(r"\\text\w*\{[^{}]*\}", lambda text: text[0].replace(r"\_", "_"), latex)
     return convert(latex.strip(), display=display)
 
 
