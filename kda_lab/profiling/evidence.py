@@ -1,0 +1,61 @@
+"""Records what ships in data/recorded/<gpu>: ceilings of the GPU, profiler reports and machine code of every step."""
+
+from __future__ import annotations
+
+import gzip
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kda_lab import bench, registry
+from kda_lab.profiling import collect
+from kda_lab.profiling.tools import ProfilingError
+
+TEACHING_SHAPE = {"B": 1, "T": 8192, "H": 96, "chunk": 16}
+
+
+def ceilings() -> dict[str, float]:
+    """What this GPU reaches just now: copy bandwidth, bf16 tensor-core and fp32 matrix rates, per second."""
+    bound = bench.measure_bound("cuda")
+    n = 8192
+    a, b, out = (torch.randn(n, n, device="cuda") for _ in range(3))
+    fp32_ms = statistics.median(bench.time_call(lambda: torch.mm(a, b, out=out), device="cuda"))
+    return {
+        "copy_bytes_per_s": bound.bytes_per_s,
+        "bf16_flops_per_s": bound.flops_per_s,
+        "fp32_flops_per_s": 2 * n**3 / (fp32_ms / 1e3),
+    }
+
+
+def bound(measured: dict[str, float]) -> bench.Bound:
+    return bench.Bound(flops_per_s=measured["bf16_flops_per_s"], bytes_per_s=measured["copy_bytes_per_s"])
+
+
+def profiles(out: Path, report: Callable[[str], None]) -> None:
+    """Every CUDA step under every tool at TEACHING_SHAPE, to out/<tool>/<step>.*; a tool that fails is reported."""
+    for tool in collect.TOOLS:
+        for step in registry.steps():
+            if "cuda" not in step.devices:
+                continue
+            try:
+                path = collect.profile(step.number, tool, out / tool, **TEACHING_SHAPE)
+                report(f"{path.relative_to(out)}: {path.stat().st_size / 1e3:.0f} kB")
+            except ProfilingError as error:
+                report(f"{tool} {step.name}: not measured. {error}")
+
+
+def sass(out: Path, report: Callable[[str], None]) -> None:
+    """The machine code of every CUDA step for this GPU, to out/sass/<step>.sass.gz."""
+    from kda_lab import sass as listings
+
+    major, minor = torch.cuda.get_device_capability()
+    (out / "sass").mkdir(parents=True, exist_ok=True)
+    for step in registry.steps():
+        if "cuda" not in step.devices:
+            continue
+        text = listings.listing(listings.compile_step(step.number, arch=f"sm_{major}{minor}a"))
+        path = out / "sass" / f"{step.name}.sass.gz"
+        path.write_bytes(gzip.compress(text.encode(), mtime=0))
+        report(f"{path.relative_to(out)}: {path.stat().st_size / 1e3:.0f} kB")

@@ -1,0 +1,53 @@
+"""Tidy rows, one measured quantity each, under the column names of NVIDIA's nsight-python.
+
+Annotation (the range a kernel ran in), Kernel, Metric, Unit, and over the launches of that kernel AvgValue, StdDev,
+MinValue, MaxValue, NumRuns, CI95_Lower and CI95_Upper. A metric nobody measured has no row.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class ReportError(ValueError):
+    """A file is not a report of the expected tool, or is damaged. The text names the file and what is expected."""
+
+
+def row(annotation: str, kernel: str, metric: str, unit: str, values: Sequence[float]) -> Row:
+    """One row from the values of all launches. StdDev and the interval are NaN for a single launch."""
+    mean, count = statistics.fmean(values), len(values)
+    deviation = statistics.stdev(values) if count > 1 else math.nan
+    half_width = 1.96 * deviation / math.sqrt(count)
+    return {
+        "Annotation": annotation,
+        "Kernel": kernel,
+        "Metric": metric,
+        "Unit": unit,
+        "AvgValue": mean,
+        "StdDev": deviation,
+        "MinValue": min(values),
+        "MaxValue": max(values),
+        "NumRuns": count,
+        "CI95_Lower": mean - half_width,
+        "CI95_Upper": mean + half_width,
+    }
+
+
+def value(rows: Sequence[Row], kernel: str, metric: str) -> float | None:
+    """AvgValue of one metric of one kernel, or None when it was not measured."""
+    return next((r["AvgValue"] for r in rows if r["Kernel"] == kernel and r["Metric"] == metric), None)
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's own name, without namespaces, template arguments and parameters: kda::prepare<16>(...) is prepare."""
+    text = kernel
+    while (stripped := re.sub(r"<[^<>]*>|\([^()]*\)", "", text)) != text:
+        text = stripped
+    words = text.split("(")[0].split()
+    return words[-1].split("::")[-1] if words else kernel

@@ -1,0 +1,58 @@
+"""Reads traces of torch.profiler (Chrome trace JSON, also gzipped)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from kda_lab.profiling import table, timeline
+from kda_lab.profiling.table import ReportError
+from kda_lab.profiling.timeline import Span, Timeline
+
+_KINDS = {
+    "user_annotation": "range",
+    "cuda_runtime": "launch",
+    "cuda_driver": "launch",
+    "kernel": "kernel",
+    "gpu_memcpy": "copy",
+    "gpu_memset": "copy",
+}
+
+
+def read(path: Path | str) -> Timeline:
+    """Reads a trace: ranges, CUDA calls, kernels and copies. Operators of torch are left out.
+
+    Raises FileNotFoundError, or ReportError for a file that is not such a trace or is damaged.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+        content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        events = content["traceEvents"]
+        devices = content.get("deviceProperties") or []
+        spans = [_span(event) for event in events if event.get("ph") == "X" and event.get("cat") in _KINDS]
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, gzip.BadGzipFile) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ReportError(f"{path} is not a trace of torch.profiler, or is damaged ({error})") from None
+    if not spans:
+        raise ReportError(f"{path} holds no range and no kernel: nothing of kda_lab ran while torch.profiler recorded")
+    return timeline.build("torch.profiler", devices[0].get("name") if devices else None, spans)
+
+
+def _span(event: dict[str, Any]) -> Span:
+    kind, args = _KINDS[event["cat"]], event.get("args", {})
+    on_gpu = kind in ("kernel", "copy")
+    details = {"kernel": event["name"], "grid": args.get("grid"), "block": args.get("block")}
+    details["registers"] = args.get("registers per thread")
+    return Span(
+        name=table.short_name(event["name"]) if kind == "kernel" else event["name"],
+        kind=kind,
+        track=f"GPU {args.get('device', 0)}, stream {args.get('stream', 0)}" if on_gpu else f"thread {event['tid']}",
+        start_us=float(event["ts"]),
+        end_us=float(event["ts"]) + float(event["dur"]),
+        correlation=args.get("correlation"),
+        details=details if kind == "kernel" else {},
+    )

@@ -1,0 +1,41 @@
+"""Every CUDA step on small shapes, for NVIDIA's compute-sanitizer:
+
+    compute-sanitizer --tool memcheck python tests/sanitizer_shapes.py
+
+The shapes cover tails, batches, packed sequences with empty ones, and states of both dtypes. Set
+PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor is an allocation of its own and a step beyond its end is seen.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from kda_lab import ops, registry
+from kda_lab.inputs import make_inputs
+
+SHAPES = (
+    {"B": 1, "T": 1, "H": 1},
+    {"B": 2, "T": 37, "H": 3, "initial_state": "fp32"},
+    {"B": 1, "T": 80, "H": 2, "initial_state": "bf16"},
+    {"B": 1, "H": 2, "seq_lens": (0, 16, 17, 0, 5), "initial_state": "fp32"},
+    {"B": 1, "H": 1, "seq_lens": (33, 31)},
+)
+
+
+def main(steps: list[str]) -> None:
+    for step in registry.steps():
+        if "cuda" not in step.devices or (steps and str(step.number) not in steps):
+            continue
+        for chunk in step.chunks.get("cuda") or (16,):
+            for shape in SHAPES:
+                inputs = make_inputs(**shape, regime="mixed", lower_bound=-1.2, device="cuda")
+                out = ops.forward(inputs, step=step.number, chunk=chunk).out
+                torch.cuda.synchronize()
+                assert out.isfinite().all(), f"step {step.name}, chunk {chunk}, {shape}: not finite"
+            print(f"step {step.name}, chunk {chunk}: {len(SHAPES)} shapes", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
