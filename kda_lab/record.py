@@ -54,8 +54,8 @@ def record(out: Path, parts: Iterable[str] = PARTS, *, quick: bool = False) -> d
         "machine": machine.describe(),
         "clocks_before": machine.clocks(),
         "library": library.sha256,
-        "peers": {peer.name: peer.version for peer in found}
-        | {name: f"not measured: {why}" for name, why in missing.items()},
+        "peers": {peer.name: peer.version for peer in found},
+        "peers_not_measured": missing,
     }
     print(json.dumps(recording["machine"], indent=1))
     print(f"peers: {recording['peers']}, not measured: {missing}")
@@ -127,7 +127,7 @@ def _accuracy_line(row: dict[str, Any]) -> str:
 def _golden_line(row: dict[str, Any]) -> str:
     state = row["state_error_rms"]
     return (
-        f"{row['case']:<22} {_name(row):<26} out {row['error_rms']:.2e}  recorded peer {row['recorded_peer_error_rms']:.2e}"
+        f"{row['case']:<22} {_name(row):<26} out {row['error_rms']:.2e}  peer's {row['recorded_peer_error_rms']:.1e}"
         + ("" if state is None else f"  state {state:.2e}")
     )
 
