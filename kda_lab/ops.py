@@ -187,11 +187,11 @@ def _fwd(
     chunk: int = DEFAULT_CHUNK,
     allow_unsafe: bool = False,
 ) -> None:
+    if q is None or q.dim() != 4:
+        raise _bad_tensor("q", q)
+    if v is None or v.dim() != 4:
+        raise _bad_tensor("v", v)
     device = q.device
-    if q.dim() != 4:
-        raise _bad_tensor("q", q, _BF16, None, device)
-    if v.dim() != 4:
-        raise _bad_tensor("v", v, _BF16, None, device)
     B, T, H, K = keys_shape = q.shape
     V = v.shape[3]
     values_shape = (B, T, H, V)
@@ -220,7 +220,7 @@ def _fwd(
     grad = torch.is_grad_enabled()
     pointers, ends, copies = {}, {}, []
     for name, x, dtype, shape in tensors:
-        if x.dtype is not dtype or x.shape != shape or x.device != device:
+        if x is None or x.dtype is not dtype or x.shape != shape or x.device != device:
             raise _bad_tensor(name, x, dtype, shape, device)
         if grad and x.requires_grad:
             raise _forward_only(name)
@@ -253,8 +253,12 @@ def _fwd(
     if cu_seqlens is not None:
         _check_offsets(cu_seqlens, T)
 
+    if H == 0:
+        return  # no tensor has an element but cu_seqlens
     args = KdaArgs(_STRUCT_BYTES, B, T, H, K, V, N, chunk, scale, lower_bound, **pointers)
-    args.initial_state_dtype, args.final_state_dtype, args.cu_seqlens_dtype = initial_dtype, final_dtype, offsets_dtype
+    args.initial_state_dtype = initial_dtype if args.initial_state else NONE  # an empty tensor has no address
+    args.final_state_dtype = final_dtype if args.final_state else NONE
+    args.cu_seqlens_dtype = offsets_dtype
     if device_type == "cuda":
         args.device = device.index
         args.stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -322,7 +326,15 @@ _SHAPES = {
 }
 
 
-def _bad_tensor(name: str, x: Tensor, dtype: torch.dtype, shape: tuple | None, device: torch.device) -> Exception:
+def _bad_tensor(
+    name: str,
+    x: Tensor | None,
+    dtype: torch.dtype = _BF16,
+    shape: tuple[int, ...] | None = None,
+    device: torch.device | None = None,
+) -> Exception:
+    if x is None:
+        return TypeError(f"{name} is None; expected a torch.Tensor, {_SHAPES[name]} {dtype}")
     if shape is None or x.shape != shape:
         sizes = "" if shape is None else f" = {list(shape)}, with the sizes of q and v"
         if name in ("initial_state", "final_state"):

@@ -283,7 +283,7 @@ def test_libraries_unused_for_a_month_are_dropped(csrc, tmp_path, monkeypatch):
 
 def test_missing_sources_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("KDA_LAB_CSRC", str(tmp_path / "nowhere"))
-    with pytest.raises(native.BuildError, match="no CMakeLists.txt in .*nowhere"):
+    with pytest.raises(native.BuildError, match=r"no CMakeLists.txt in .*nowhere"):
         native.csrc_dir()
 
 

@@ -83,7 +83,7 @@ def test_library_with_another_abi_version_is_refused(csrc):
 
 def test_abi_version_is_the_headers():
     header = (native.csrc_dir() / "kda.h").read_text()
-    assert native_library.ABI_VERSION == int(re.search(r"#define KDA_ABI_VERSION (\d+)", header)[1])
+    assert int(re.search(r"#define KDA_ABI_VERSION (\d+)", header)[1]) == native_library.ABI_VERSION
 
 
 @pytest.mark.parametrize("content", [None, b"not a library"], ids=["missing", "rubbish"])

@@ -1,0 +1,215 @@
+"""`fwd` and `forward` on the real CPU library: published calls, views, packed sequences, torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kda_lab
+from kda_lab import ops, reference, registry
+from kda_lab.compare import relative_rms
+from kda_lab.inputs import Inputs
+
+CPU_STEPS = (0, 1, 2, 3, 5)
+
+
+def positional(i: Inputs, out: torch.Tensor, *rest: torch.Tensor | None) -> tuple:
+    return (i.q, i.k, i.v, i.g, i.beta, i.scale, out, i.A_log, i.dt_bias, i.lower_bound, *rest)
+
+
+def randn(B: int, T: int, H: int, D: int = 128) -> Inputs:
+    """Inputs as published examples draw them: everything from a normal distribution."""
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(B, T, H, D, dtype=torch.bfloat16) for _ in range(4))
+    beta = torch.randn(B, T, H, dtype=torch.bfloat16)
+    return Inputs(q, k, v, g, beta, torch.randn(H), torch.randn(H, D), scale=1.0, lower_bound=-5.0)
+
+
+def assert_right(inputs: Inputs, out: torch.Tensor, final_state: torch.Tensor | None = None) -> None:
+    expected = reference.recurrent(inputs)
+    assert relative_rms(out, expected.out) < 2.5e-3  # rounding the output to bf16 costs 1.6e-3 to 1.8e-3
+    if final_state is not None:
+        assert relative_rms(final_state, expected.final_state) < (
+            1e-5 if final_state.dtype == torch.float32 else 2.5e-3
+        )
+
+
+def test_published_call_with_keywords():
+    i = randn(1, 128, 8)
+    out = torch.empty_like(i.v)
+    returned = kda_lab.fwd(
+        q=i.q, k=i.k, v=i.v, g=i.g, beta=i.beta, scale=1.0, out=out, A_log=i.A_log, dt_bias=i.dt_bias, lower_bound=-5.0
+    )
+    assert returned is None
+    assert_right(i, out)
+
+
+def test_published_call_with_everything_positional():
+    i = randn(2, 128, 12)
+    initial = torch.randn(2, 12, 128, 128)
+    out, final = torch.empty_like(i.v), torch.empty_like(initial)
+    kda_lab.fwd(i.q, i.k, i.v, i.g, i.beta, 1.0, out, i.A_log, i.dt_bias, -5.0, initial, final, None)
+    assert_right(i.with_(initial_state=initial), out, final)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """A view with the same values and a gap after every element."""
+    return torch.stack([x, torch.full_like(x, 3)], dim=-1)[..., 0]
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """A view with the same values whose first two dimensions lie the other way round in memory."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() > 1 else strided(x)
+
+
+def unaligned(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous view with the same values that starts one element after a 16-byte boundary."""
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype)
+    view = memory[1:].view(x.shape)
+    view.copy_(x)
+    assert view.data_ptr() % 16 == x.element_size() % 16 != 0
+    return view
+
+
+@pytest.mark.parametrize("step", CPU_STEPS)
+@pytest.mark.parametrize("view", [strided, transposed, unaligned])
+def test_views_give_the_same_bits(view, step):
+    inputs = kda_lab.make_inputs(1, 37, 3, 48, 40, seq_lens=(20, 0, 17), initial_state="fp32")
+    expected = ops.forward(inputs, step)
+    tensors = {name: view(x) for name, x in vars(inputs).items() if isinstance(x, torch.Tensor)}
+    assert all(torch.equal(x, getattr(inputs, name)) for name, x in tensors.items())
+    for changed in (tensors, *({name: x} for name, x in tensors.items())):
+        actual = ops.forward(inputs.with_(**changed), step)
+        assert torch.equal(actual.out, expected.out), list(changed)
+        assert torch.equal(actual.final_state, expected.final_state), list(changed)
+
+
+@pytest.mark.parametrize("step", CPU_STEPS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_state_updated_in_place(dtype, step):
+    inputs = kda_lab.make_inputs(2, 37, 3, 48, 40, initial_state=dtype)
+    expected = ops.forward(inputs, step)
+    state, out = inputs.initial_state.clone(), inputs.new_out()
+    ops.fwd(*positional(inputs, out, state, state), step=step)
+    assert torch.equal(state, expected.final_state)
+    assert torch.equal(out, expected.out)
+
+
+@pytest.mark.parametrize("step", CPU_STEPS)
+def test_state_dtypes_may_differ(step):
+    inputs = kda_lab.make_inputs(1, 20, 2, 32, 32, initial_state="bf16")
+    final, out = torch.empty(1, 2, 32, 32), inputs.new_out()
+    ops.fwd(*positional(inputs, out, inputs.initial_state, final), step=step)
+    assert_right(inputs, out, final)
+
+
+@pytest.mark.parametrize("step", CPU_STEPS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("offsets", [[0, 0, 16], [0, 16, 16, 32], [0, 0], [0]])
+def test_empty_segments_keep_their_state(offsets, dtype, step):
+    T, N = offsets[-1], len(offsets) - 1
+    inputs = kda_lab.make_inputs(1, T, 2, 16, 24).with_(
+        cu_seqlens=torch.tensor(offsets, dtype=dtype), initial_state=torch.randn(N, 2, 24, 16)
+    )
+    result = ops.forward(inputs, step)
+    assert_right(inputs, result.out, result.final_state)
+    for n in range(N):
+        if offsets[n] == offsets[n + 1]:
+            assert torch.equal(result.final_state[n], inputs.initial_state[n])
+
+
+@pytest.mark.parametrize("step", CPU_STEPS)
+@pytest.mark.parametrize("sizes", [(2, 0, 3), (0, 5, 3), (2, 5, 0), (0, 0, 0)])
+def test_empty_tensors(sizes, step):
+    inputs = kda_lab.make_inputs(*sizes, 16, 24, initial_state="fp32")
+    result = ops.forward(inputs, step)
+    assert result.out.shape == (*sizes, 24)
+    if sizes[1] == 0:
+        assert torch.equal(result.final_state, inputs.initial_state)
+
+
+def test_forward_takes_every_chunk_that_the_step_lists():
+    inputs = kda_lab.make_inputs(1, 70, 2, 32, 32, lower_bound=-1.0)
+    for step in registry.steps():
+        if "cpu" in step.devices:
+            for chunk in step.chunks["cpu"] or (16,):
+                result = kda_lab.forward(inputs, step.number, chunk)
+                assert_right(inputs, result.out, result.final_state)
+
+
+def test_forward_moves_the_inputs():
+    inputs = kda_lab.make_inputs(1, 1, 1)
+    assert_right(inputs, *kda_lab.forward(inputs, device="cpu"))
+    with pytest.raises(ValueError, match="device is 'meta'; expected one of 'cpu', 'cuda'"):
+        kda_lab.forward(inputs, device="meta")
+
+
+# torch.compile and the other tracers
+def compiled_call(i: Inputs, final: torch.Tensor, backend: str) -> torch.Tensor:
+    @torch.compile(fullgraph=True, backend=backend)
+    def layer(i_tensors, v, state, final):
+        q, k, g, beta, A_log, dt_bias = i_tensors
+        out = torch.empty_like(v)
+        kda_lab.fwd(q, k, v, g, beta, i.scale, out, A_log, dt_bias, i.lower_bound, state, final, step=3)
+        return out * 2
+
+    return layer((i.q, i.k, i.g, i.beta, i.A_log, i.dt_bias), i.v, i.initial_state, final)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["two states", "one state"])
+def test_torch_compile_traces_it_in_one_graph(backend, in_place):
+    torch._dynamo.reset()
+    inputs = kda_lab.make_inputs(1, 20, 2, 16, 16, initial_state="fp32")
+    expected = ops.forward(inputs, 3)
+    traced = inputs.with_(initial_state=inputs.initial_state.clone())
+    final = traced.initial_state if in_place else torch.full_like(inputs.initial_state, -1)
+    out = compiled_call(traced, final, backend)
+    assert torch.equal(out, expected.out * 2)
+    assert torch.equal(final, expected.final_state)
+
+
+def test_torch_compile_keeps_what_is_written_for_later_reads():
+    """The state is written by one call and read by the next: nothing may be reordered or dropped."""
+    torch._dynamo.reset()
+    inputs = kda_lab.make_inputs(1, 20, 2, 16, 16, initial_state="fp32")
+
+    def two_calls(state):
+        outs = []
+        for _ in range(2):
+            out = torch.empty_like(inputs.v)
+            kda_lab.fwd(*positional(inputs, out, state, state), step=3)
+            outs.append(out)
+        return torch.cat(outs), state.sum()
+
+    eager = two_calls(inputs.initial_state.clone())
+    traced = torch.compile(two_calls, fullgraph=True, backend="aot_eager")(inputs.initial_state.clone())
+    assert all(torch.equal(a, e) for a, e in zip(traced, eager, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compile_refuses_a_gradient(backend):
+    torch._dynamo.reset()
+    inputs = kda_lab.make_inputs(1, 4, 1, 16, 16)
+    q = inputs.q.clone().requires_grad_()
+
+    def call(q):
+        out = torch.empty_like(inputs.v)
+        kda_lab.fwd(*positional(inputs.with_(q=q), out))
+        return out
+
+    with pytest.raises(Exception, match=r"q requires grad, but kda_lab.fwd is forward-only"):
+        torch.compile(call, fullgraph=True, backend=backend)(q)
+
+
+def test_opcheck():
+    """torch's own test of a registered operator: schema, mutation, fake implementation, tracing."""
+    inputs = kda_lab.make_inputs(1, 20, 2, 16, 16, initial_state="fp32")
+    final = torch.empty_like(inputs.initial_state)
+    args = positional(inputs, inputs.new_out(), inputs.initial_state, final, None)
+    torch.library.opcheck(torch.ops.kda_lab.fwd.default, args, {"step": "3", "chunk": 16, "allow_unsafe": False})
+
+
+def test_meta_tensors_run_nothing():
+    inputs = kda_lab.make_inputs(1, 4, 1, 16, 16).to("meta")
+    assert ops.fwd(*positional(inputs, inputs.new_out())) is None
