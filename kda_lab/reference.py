@@ -17,6 +17,7 @@ from kda_lab.inputs import Inputs, Result
 NORM_EPSILON = 1e-6  # added to |q|^2 and |k|^2, inside the root
 
 
+@np.errstate(over="ignore", invalid="ignore")  # a positive lower_bound may grow beyond float64: infinity, then NaN
 def recurrent(inputs: Inputs) -> Result:
     """The definition, one token after another, in float64 NumPy: out [B, T, H, V] and final_state [N, H, V, K].
 
@@ -59,6 +60,7 @@ def recurrent_torch(inputs: Inputs, device: torch.device | str | None = None) ->
     return Result(out.view(inputs.B, inputs.T, inputs.H, inputs.V), state[np.argsort(order)])
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def activate(inputs: Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Normalised q and k [B*T, H, K], log-decay g [B*T, H, K] and beta [B*T, H], in float64.
 
@@ -73,10 +75,9 @@ def activate(inputs: Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
         return _array(x).reshape(-1, *shape)
 
     H, K = inputs.H, inputs.K
-    with np.errstate(over="ignore", invalid="ignore"):
-        logits = rows(inputs.g, H, K) + _array(inputs.dt_bias)
-        argument = np.where(logits == 0.0, 0.0, np.exp(_array(inputs.A_log))[:, None] * logits)
-        g = inputs.lower_bound * _sigmoid(argument)
+    logits = rows(inputs.g, H, K) + _array(inputs.dt_bias)
+    argument = np.where(logits == 0.0, 0.0, np.exp(_array(inputs.A_log))[:, None] * logits)
+    g = inputs.lower_bound * _sigmoid(argument)
     return normalised(rows(inputs.q, H, K)), normalised(rows(inputs.k, H, K)), g, _sigmoid(rows(inputs.beta, H))
 
 
@@ -124,6 +125,7 @@ class Chunked:
     final_state: np.ndarray  # [N, H, V, K]
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def chunked(inputs: Inputs, chunk: int = 16) -> Chunked:
     """The chunk form with pairwise exponents exp(G_i - G_j), so it is right for any lower_bound and chunk size.
 
@@ -135,10 +137,9 @@ def chunked(inputs: Inputs, chunk: int = 16) -> Chunked:
     v = _to_chunks(_array(inputs.v).reshape(-1, inputs.H, inputs.V), layout, chunk)
 
     g_cumsum = np.cumsum(g, axis=2)
-    with np.errstate(over="ignore", invalid="ignore"):
-        k_inv = k_hat * np.exp(-g_cumsum)
     k_decayed = k_hat * np.exp(g_cumsum)
     q_decayed = inputs.scale * q_hat * np.exp(g_cumsum)
+    k_inv = k_hat * np.exp(-g_cumsum)
     k_restored = k_hat * np.exp(g_cumsum[:, :, -1:] - g_cumsum)
     L = beta[..., None] * np.tril(_pairwise(k_hat, k_hat, g_cumsum), -1)
     Mqk = inputs.scale * np.tril(_pairwise(q_hat, k_hat, g_cumsum))
@@ -227,8 +228,7 @@ def _initial_state(inputs: Inputs) -> np.ndarray:
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return 1.0 / (1.0 + np.exp(-x))
+    return 1.0 / (1.0 + np.exp(-x))
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 
-# Two busy cores are the smallest machine this has to run on; nested thread pools only slow it down.
+# The problems here are small and the machine may be busy: more threads would mostly wait for each other. The compiled
+# library keeps two, so that its parallel loops are exercised.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import golden
 import pytest
 import torch
+
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
