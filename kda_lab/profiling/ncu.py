@@ -67,7 +67,7 @@ def read(path: Path | str) -> Report:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
-    module = _ncu_report()
+    module = reader()
     if path.stat().st_size == 0:
         raise ReportError(f"{path} is empty; expected a Nsight Compute report (.ncu-rep)")
     try:
@@ -109,8 +109,8 @@ def _indexed(container: Any) -> list[Any]:
 
 
 @functools.cache
-def _ncu_report() -> ModuleType:
-    """The PyPI package, or the one in an installed Nsight Compute."""
+def reader() -> ModuleType:
+    """The module ncu_report: from PyPI, or from an installed Nsight Compute."""
     try:
         return importlib.import_module("ncu_report")
     except ImportError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -42,6 +42,21 @@ def row(annotation: str, kernel: str, metric: str, unit: str, values: Sequence[f
 def value(rows: Sequence[Row], kernel: str, metric: str) -> float | None:
     """AvgValue of one metric of one kernel, or None when it was not measured."""
     return next((r["AvgValue"] for r in rows if r["Kernel"] == kernel and r["Metric"] == metric), None)
+
+
+def text(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
+    """Rows as aligned plain text. `columns` maps a key to its heading; a missing or None value is "not measured"."""
+    if not rows:
+        return "not measured"
+    lines = [list(columns.values())] + [[_cell(r.get(key)) for key in columns] for r in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+
+
+def _cell(content: Any) -> str:
+    if content is None:
+        return "not measured"
+    return f"{content:,.4g}" if isinstance(content, float) else str(content)
 
 
 def short_name(kernel: str) -> str:

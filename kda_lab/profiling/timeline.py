@@ -48,16 +48,16 @@ class Timeline:
     def duration_us(self) -> float:
         return max((span.end_us for span in self.spans), default=0.0)
 
-    def rows(self) -> list[Row]:
-        """Tidy rows of each kernel's duration in microseconds (see kda_lab.profiling.table)."""
-        kernels = self.of("kernel")
+    def rows(self, kind: str = "kernel") -> list[Row]:
+        """Tidy rows of the durations, in microseconds, of what has the same name (see kda_lab.profiling.table)."""
         around = _outermost_range(self)
-        result = []
-        for name in dict.fromkeys(span.name for span in kernels):
-            launches = [span for span in kernels if span.name == name]
-            annotation = around.get(launches[0].correlation, "")
-            result.append(table.row(annotation, name, "duration", "us", [span.duration_us for span in launches]))
-        return result
+        by_name: dict[str, list[Span]] = {}
+        for span in self.of(kind):
+            by_name.setdefault(span.name, []).append(span)
+        return [
+            table.row(around.get(spans[0].correlation, ""), name, "duration", "us", [s.duration_us for s in spans])
+            for name, spans in by_name.items()
+        ]
 
     def between(self, start_us: float, end_us: float) -> Timeline:
         """The spans that touch an interval."""

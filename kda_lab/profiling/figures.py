@@ -1,0 +1,239 @@
+"""Figures of what profilers measured, drawn from a Timeline, a Report or points; alt text states the finding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from kda_lab.plots import BLUE, GREEN, GREY, INK, MARKERS, ORANGE, PALETTE, PAPER, PURPLE, SKY, AltFigure, figure
+from kda_lab.profiling import metrics, roofline
+from kda_lab.profiling.ncu import Report
+from kda_lab.profiling.roofline import Point
+from kda_lab.profiling.timeline import Span, Timeline
+
+_COLOURS = {"range": SKY, "projected": SKY, "launch": ORANGE, "kernel": BLUE, "copy": PURPLE}
+_WORDS = {
+    "range": "range on the host",
+    "launch": "CUDA call",
+    "projected": "range on the GPU",
+    "kernel": "kernel",
+    "copy": "copy",
+}
+
+
+def timeline_figure(
+    timeline: Timeline, start_us: float = 0.0, end_us: float | None = None, title: str = ""
+) -> AltFigure:
+    """Host ranges and calls above, the GPU's ranges, kernels and copies below, between two times in microseconds."""
+    end_us = timeline.duration_us if end_us is None else end_us
+    shown = timeline.between(start_us, end_us)
+    lanes = list(dict.fromkeys(sorted(((_lane(span)) for span in shown.spans), key=_lane_order)))
+    fig = figure(9.6, 1.3 + 0.36 * max(len(lanes), 1))
+    axes = fig.subplots()
+    for span in shown.spans:
+        y = lanes.index(_lane(span))
+        left, right = max(span.start_us, start_us), min(span.end_us, end_us)
+        axes.barh(y, right - left, left=left, height=0.8, color=_COLOURS[span.kind], edgecolor=PAPER, linewidth=0.5)
+        if right - left > 0.012 * len(span.name) * (end_us - start_us):
+            colour = PAPER if span.kind == "kernel" else INK
+            axes.text(
+                (left + right) / 2, y, span.name, ha="center", va="center", fontsize=8, color=colour, clip_on=True
+            )
+    axes.set(xlim=(start_us, end_us), xlabel="µs", title=title, yticks=range(len(lanes)))
+    axes.set_yticklabels([lane[1] for lane in lanes], fontsize=8)
+    axes.invert_yaxis()
+    kinds = [kind for kind in _WORDS if any(span.kind == kind for span in shown.spans)]
+    axes.legend(
+        handles=[Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in kinds if kind != "projected"],
+        fontsize=8,
+        frameon=False,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+    )
+    _clean(axes)
+    fig.alt = describe_timeline(shown, start_us, end_us)
+    return fig
+
+
+def describe_timeline(timeline: Timeline, start_us: float, end_us: float) -> str:
+    """What a timeline shows between two times, in words."""
+    kernels = timeline.of("kernel")
+    where = f" on {timeline.gpu}" if timeline.gpu else ""
+    head = f"Timeline by {timeline.tool}{where}, {start_us:.0f} to {end_us:.0f} µs: "
+    if not kernels:
+        ranges = [span for span in timeline.of("range") if span.depth > 0] or timeline.of("range")
+        longest = max(ranges, key=lambda span: span.duration_us, default=None)
+        ending = (
+            "nothing ran." if longest is None else f"{longest.name} is the longest range, {longest.duration_us:.4g} µs."
+        )
+        return head + "no kernel on the GPU; " + ending
+    busy = sum(min(span.end_us, end_us) - max(span.start_us, start_us) for span in kernels)
+    totals = {name: 0.0 for name in dict.fromkeys(span.name for span in kernels)}
+    for span in kernels:
+        totals[span.name] += span.duration_us
+    most = max(totals, key=totals.__getitem__)
+    return (
+        f"{head}{len(kernels)} kernels take {busy / (end_us - start_us):.0%} of it; {most} takes most, "
+        f"{totals[most]:.4g} µs in {sum(span.name == most for span in kernels)} launches."
+    )
+
+
+def roofline_figure(points: Sequence[Point], ceilings: Mapping[str, Any], title: str = "") -> AltFigure:
+    """Operations a second against operations a byte, below the measured ceilings of memory and both cores."""
+    fig = figure(8.4, 4.4)
+    axes = fig.subplots()
+    axes.set(xscale="log", yscale="log")
+    left = min((at.intensity for at in points), default=1.0) / 4
+    right = max([at.intensity for at in points] + [4 * ceilings["bf16_flops_per_s"] / ceilings["copy_bytes_per_s"]])
+    for key, name, style in (
+        ("bf16_flops_per_s", "tensor cores, bf16", "-"),
+        ("fp32_flops_per_s", "CUDA cores, fp32", "--"),
+    ):
+        top = ceilings[key]
+        knee = top / ceilings["copy_bytes_per_s"]
+        axes.plot([left, knee, right], [left * ceilings["copy_bytes_per_s"], top, top], style, color=INK, linewidth=1.5)
+        axes.text(right, top * 1.1, f"{name}: {top / 1e12:.3g} TFLOP/s", ha="right", fontsize=9)
+    slope_at = left * 1.3
+    axes.text(
+        slope_at,
+        slope_at * ceilings["copy_bytes_per_s"] * 1.5,
+        f"{ceilings['copy_bytes_per_s'] / 1e12:.3g} TB/s",
+        fontsize=9,
+    )
+    for at, colour, marker in _cycled(points):
+        axes.plot(at.intensity, at.flops_per_s, marker, color=colour, markersize=10, label=at.name, linestyle="none")
+    axes.set(xlabel="operations of the algorithm per byte moved", ylabel="operations a second", title=title)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _clean(axes)
+    fig.alt = (
+        f"Roofline: {'; '.join(_roofline_words(at, ceilings) for at in points)}."
+        if points
+        else "Roofline: not measured."
+    )
+    return fig
+
+
+def floors_figure(points: Sequence[Point], ceilings: Mapping[str, Any], title: str = "") -> AltFigure:
+    """Each step's time beside the shortest times that memory, arithmetic and exponentials allow for what it does."""
+    fig = figure(8.8, 1.2 + 0.62 * max(len(points), 1))
+    axes = fig.subplots()
+    axes.set_xscale("log")
+    kinds = ("memory", "tensor cores", "CUDA cores", "exponentials")
+    findings = []
+    for y, at in enumerate(points):
+        allowed = roofline.floors(at, ceilings)
+        axes.barh(y, 1e6 * at.time_s, height=0.6, color="#d9d9d9", zorder=1)
+        axes.text(1e6 * at.time_s, y, f" {1e6 * at.time_s:.4g} µs", va="center", fontsize=9)
+        for kind, colour, marker in zip(kinds, PALETTE, MARKERS):
+            if allowed[kind] is not None:
+                label = kind if y == 0 else None
+                axes.plot(
+                    1e6 * allowed[kind], y, marker, color=colour, markersize=9, linestyle="none", label=label, zorder=2
+                )
+        nearest = max(
+            (kind for kind in kinds if allowed[kind] and kind != "CUDA cores"), key=lambda kind: allowed[kind]
+        )
+        findings.append(f"{at.name} takes {at.time_s / allowed[nearest]:.3g} times its floor by {nearest}")
+    axes.set(yticks=range(len(points)), yticklabels=[at.name for at in points], xlabel="µs (log scale)", title=title)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), title="floor by")
+    _clean(axes)
+    fig.alt = f"Time and floors: {'; '.join(findings) or 'not measured'}."
+    return fig
+
+
+def stall_figure(reports: Mapping[str, Report], kernel: str, top: int = 6, title: str = "") -> AltFigure:
+    """What warps of one kernel wait for, for several steps: cycles between two instructions of a warp, by reason."""
+    found = {name: metrics.stalls(report, kernel) for name, report in reports.items() if kernel in report.kernels}
+    found = {name: stalls for name, stalls in found.items() if stalls}
+    reasons = sorted(
+        {r for stalls in found.values() for r in stalls}, key=lambda r: -max(s.get(r, 0) for s in found.values())
+    )
+    reasons = reasons[:top]
+    fig = figure(9.2, 1.4 + (0.2 + 0.22 * max(len(found), 1)) * max(len(reasons), 1))
+    axes = fig.subplots()
+    height = 0.8 / max(len(found), 1)
+    for i, ((name, stalls), colour, hatch) in enumerate(
+        zip(found.items(), PALETTE, ("", "//", "..", "xx", "\\\\", "++"))
+    ):
+        at = [y + (i - (len(found) - 1) / 2) * height for y in range(len(reasons))]
+        values = [stalls.get(reason, 0.0) for reason in reasons]
+        bars = axes.barh(at, values, height, color=colour, hatch=hatch, edgecolor=PAPER, label=name)
+        axes.bar_label(bars, [f"{value:.2g}" for value in values], padding=3, fontsize=8)
+    axes.set(yticks=range(len(reasons)), xlabel="cycles between two instructions of a warp", title=title or kernel)
+    axes.set_yticklabels(reasons, fontsize=9)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.legend(frameon=False, fontsize=9)
+    _clean(axes)
+    words = [f"in {name}, warps mostly wait for {next(iter(stalls))}" for name, stalls in found.items()]
+    fig.alt = f"What warps of {kernel} wait for: {'; '.join(words) or 'not measured'}."
+    return fig
+
+
+def occupancy_figure(reports: Mapping[str, Report], title: str = "") -> AltFigure:
+    """Occupancy reached and possible of every kernel of several steps, and what limits it."""
+    kernels = [
+        (name, kernel, metrics.occupancy(report, kernel))
+        for name, report in reports.items()
+        for kernel in report.kernels
+    ]
+    kernels = [entry for entry in kernels if entry[2]["reached"] is not None]
+    fig = figure(8.8, 1.2 + 0.42 * max(len(kernels), 1))
+    axes = fig.subplots()
+    for y, (_, _, occupancy) in enumerate(kernels):
+        axes.barh(y, occupancy["reached"], height=0.55, color=GREEN, label="reached" if y == 0 else None)
+        if occupancy["possible"] is not None:
+            axes.plot(occupancy["possible"], y, "|", color=INK, markersize=16, label="possible" if y == 0 else None)
+        limit = f", limited by {occupancy['limited_by']}" if occupancy["limited_by"] else ""
+        axes.text(101, y, f"{occupancy['reached']:.0f} %{limit}", va="center", fontsize=9)
+    axes.set(xlim=(0, 100), yticks=range(len(kernels)), xlabel="% of the warps a multiprocessor can hold", title=title)
+    axes.set_yticklabels([f"{name}: {kernel}" for name, kernel, _ in kernels], fontsize=9)
+    axes.invert_yaxis()
+    if kernels:
+        axes.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    _clean(axes)
+    words = [f"{kernel} of {name} reaches {o['reached']:.0f} %, {_limit_words(o)}" for name, kernel, o in kernels]
+    fig.alt = f"Occupancy: {'; '.join(words) or 'not measured'}."
+    return fig
+
+
+def _limit_words(occupancy: Mapping[str, Any]) -> str:
+    return f"limited by {occupancy['limited_by']}" if occupancy["limited_by"] else "its limit not measured"
+
+
+def _roofline_words(at: Point, ceilings: Mapping[str, Any]) -> str:
+    share = at.bytes / at.time_s / ceilings["copy_bytes_per_s"]
+    rate = f"{at.flops_per_s / 1e12:.3g} TFLOP/s"
+    return f"{at.name} does {rate} at {at.intensity:.3g} operations a byte, {share:.0%} of the copy bandwidth"
+
+
+def _lane(span: Span) -> tuple[str, str, int, str]:
+    """(host or GPU, label, depth, kind): the row of the timeline that a span is drawn in."""
+    host = span.kind in ("range", "launch")
+    kind = "copy" if span.kind == "kernel" else span.kind  # kernels and copies of a stream share its row
+    if span.kind == "launch":
+        return ("0 host", f"{span.track}, calls", 1000, kind)
+    label = f"{span.track}, ranges" if span.kind in ("range", "projected") else span.track
+    return ("0 host" if host else "1 GPU", label, span.depth if span.kind in ("range", "projected") else 1000, kind)
+
+
+def _lane_order(lane: tuple[str, str, int, str]) -> tuple[str, str, int]:
+    return (lane[0], lane[1].split(",")[0], lane[2])
+
+
+def _cycled(points: Sequence[Point]) -> list[tuple[Point, str, str]]:
+    n = len(PALETTE)
+    return [(at, PALETTE[i % n], MARKERS[i % len(MARKERS)]) for i, at in enumerate(points)]
+
+
+def _clean(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", color="#d9d9d9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK)
+    axes.xaxis.label.set_color(GREY)

@@ -1,0 +1,111 @@
+"""The measurements that ship with the package: one folder a GPU, read by the same code that reads live reports.
+
+    recording = recorded.load()            # None where nothing is recorded
+    recording.label                        # "recorded on NVIDIA H200, 2026-11-29"
+    recording.ladder()["rows"], recording.ncu("5"), recording.nsys("5"), recording.sass("5")
+
+A file that is not there is None, and is shown as "not measured". KDA_LAB_RECORDED names a folder to use instead, such
+as the one that ``python -m kda_lab.record --out DIR`` wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from kda_lab import registry
+from kda_lab.profiling import ncu, nsys, torch_trace
+from kda_lab.profiling.collect import SUFFIXES
+from kda_lab.profiling.ncu import Report
+from kda_lab.profiling.table import ReportError
+from kda_lab.profiling.timeline import Timeline
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """Everything measured on one machine."""
+
+    folder: Path
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What describes the machine (see kda_lab.profiling.machine); empty where machine.json is missing."""
+        return self._json("machine.json") or {}
+
+    @property
+    def label(self) -> str:
+        """What a number taken from here must be shown with."""
+        return f"recorded on {self.machine.get('gpu', self.folder.name)}, {self.machine.get('date', 'date unknown')}"
+
+    def ladder(self) -> dict[str, Any] | None:
+        """What kda_lab.record measured: machine, ceilings, rows (times), accuracy and golden."""
+        return self._json("ladder.json")
+
+    def ncu(self, step: int | str) -> Report | None:
+        """Nsight Compute's report of a step."""
+        path = self._report("ncu", step)
+        return ncu.read(path) if path.exists() else None
+
+    def nsys(self, step: int | str) -> Timeline | None:
+        """Nsight Systems' timeline of a step."""
+        path = self._report("nsys", step)
+        return nsys.read(path) if path.exists() else None
+
+    def torch(self, step: int | str) -> Timeline | None:
+        """torch.profiler's timeline of a step."""
+        path = self._report("torch", step)
+        return torch_trace.read(path) if path.exists() else None
+
+    def sass(self, step: int | str) -> str | None:
+        """The machine code of a step's kernels."""
+        path = self.folder / "sass" / f"{_name(step)}.sass.gz"
+        return gzip.decompress(path.read_bytes()).decode() if path.exists() else None
+
+    def _report(self, tool: str, step: int | str) -> Path:
+        return self.folder / tool / (_name(step) + SUFFIXES[tool])
+
+    def _json(self, name: str) -> dict[str, Any] | None:
+        path = self.folder / name
+        if not path.exists():
+            return None
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ReportError(f"{path} is damaged: {error}") from None
+
+
+def data_dir() -> Path:
+    """Where recordings ship: kda_lab/data/recorded."""
+    return Path(__file__).resolve().parents[1] / "data" / "recorded"
+
+
+def available() -> list[str]:
+    """Names of the recordings that ship, such as "h200"."""
+    return sorted(path.parent.name for path in data_dir().glob("*/machine.json"))
+
+
+def load(name: str | Path | None = None) -> Recording | None:
+    """A recording by the name of its GPU or by its folder; the first that ships, or KDA_LAB_RECORDED's, for None.
+
+    Raises ValueError for a name or folder that is not there.
+    """
+    name = name or os.environ.get("KDA_LAB_RECORDED")
+    if name is None:
+        names = available()
+        return Recording(data_dir() / names[0]) if names else None
+    for folder in (data_dir() / name, Path(name)):
+        if folder.is_dir():
+            return Recording(folder)
+    raise ValueError(
+        f"no recording {str(name)!r}; expected a folder, or one of: {', '.join(available()) or 'none ship'}"
+    )
+
+
+@functools.lru_cache
+def _name(step: int | str) -> str:
+    return registry.get(step, "cuda").name
