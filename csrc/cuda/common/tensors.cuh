@@ -111,9 +111,10 @@ __device__ __forceinline__ float dot4(const float (&x)[4], const float (&y)[4]) 
 // g + dt_bias may be 0. A NaN passes through, which fminf() would not let it.
 __device__ __forceinline__ float saturate(float x) { return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x; }
 
-// Sum over the 32 lanes, the same bits in every lane and every run.
+// Sum over groups of LANES neighbouring lanes: the same bits in each of them, and in every run.
+template <int LANES = 32>
 __device__ __forceinline__ float warp_sum(float x) {
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  for (int offset = LANES / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
   return x;
 }
 

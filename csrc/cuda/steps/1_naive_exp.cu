@@ -1,17 +1,15 @@
 // Step 1, naive_exp: chunks, with exp
 //
-// Idea      Step 0 touches the state once a token. Here the tokens of a chunk are first solved among themselves, for
-// all
+// Idea      Step 0 touches the state once a token. Here the tokens of a chunk are first solved among themselves, all
 //           chunks at once, since nothing in that needs the state; then the state is touched once a chunk.
-//              L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd), i > j      G = sum of the gate from the chunk's start on
-//              M_ij = scale  sum_d q_id k_jd exp(G_id - G_jd), i >= j     INV = (I + L)^-1
-//              U = INV (beta * (V - (k e^G) S^T))      O = (q e^G) S^T + M U      S = S e^G_C + U^T (k e^(G_C - G))
+//             L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd), i > j     G = sum of the gate from the chunk's start on
+//             M_ij = scale  sum_d q_id k_jd exp(G_id - G_jd), i >= j    INV = (I + L)^-1
+//             U = INV (beta * (V - (k e^G) S^T))     O = (q e^G) S^T + M U     S = S e^G_C + U^T (k e^(G_C - G))
 //           An exponent is a later row minus an earlier one, so it is <= 0 and exp() <= 1: right for any lower_bound.
 //           The price: about CHUNK / 2 exponentials an element in form_L_and_Mqk.
 // Changed   Everything. One kernel per stage, fp32 on CUDA cores, intermediates through device memory.
-// Look for  ncu: form_L_and_Mqk in `intra_chunk`: MUFU.EX2 on the XU pipe, and the range reduction around it. In SASS
-// an
-//           expf is FFMA.SAT, FFMA.RM, FADD, two FFMA, SHL, MUFU.EX2, FMUL: eight instructions for one result.
+// Look for  ncu: `intra_chunk`, MUFU.EX2 on the XU pipe and the range reduction around it. In SASS an expf is FFMA.SAT,
+//           FFMA.RM, FADD, two FFMA, SHL, MUFU.EX2, FMUL: eight instructions for one result.
 // Cost      12 bytes of workspace a token and channel, written once and read twice. `recurrence`: N * H blocks, each a
 //           chain of T / CHUNK chunks, bound by reads of shared memory (one float4 feeds eight FMAs).
 // Numerics  As the CPU's step 1: fp32 throughout, an exact inverse, and a NaN stays in the rows that depend on it.
@@ -132,11 +130,6 @@ constexpr int U_PITCH = V + 8;  // eight rows v in each of four rows j: 32 diffe
 __device__ __forceinline__ int value_row(int r) { return threadIdx.x / LANES + r * (V / ROWS); }
 __device__ __forceinline__ int channel(int c) { return (c * LANES + threadIdx.x % LANES) * 4; }
 
-__device__ __forceinline__ float sum_over_lanes(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
 template <int CHUNK>
 struct Smem {
   float rows[CHUNK][K];  // k_decayed, then q_decayed, then k_restored
@@ -207,7 +200,7 @@ __device__ void correct_values(Smem<CHUNK>& smem, const float (&state_reg)[ROWS]
     float recalled[ROWS] = {};
     multiply_state(recalled, state_reg, smem.rows[i]);
     for (int r = 0; r < ROWS; ++r) {
-      recalled[r] = sum_over_lanes(recalled[r]);
+      recalled[r] = warp_sum<LANES>(recalled[r]);
       if (lane == 0) smem.U[i][value_row(r)] -= recalled[r];
     }
   }
@@ -216,7 +209,7 @@ __device__ void correct_values(Smem<CHUNK>& smem, const float (&state_reg)[ROWS]
     for (int r = 0; r < ROWS; ++r) {
       float u = 0.0f;
       for (int j = lane; j <= i; j += LANES) u += smem.INV_beta[i][j] * smem.U[j][value_row(r)];
-      u = sum_over_lanes(u);
+      u = warp_sum<LANES>(u);
       if (lane == 0) smem.U[i][value_row(r)] = u;
     }
   }
@@ -234,7 +227,7 @@ __device__ void write_output(bf16* out,  // [tokens, H, V]
     multiply_state(o, state_reg, smem.rows[i]);
     for (int r = 0; r < ROWS; ++r) {
       for (int j = lane; j <= i; j += LANES) o[r] += smem.Mqk[i][j] * smem.U[j][value_row(r)];
-      o[r] = sum_over_lanes(o[r]);
+      o[r] = warp_sum<LANES>(o[r]);
       if (lane == 0) out[(row_0 + i * H) * V + value_row(r)] = __float2bfloat16_rn(o[r]);
     }
   }
@@ -293,7 +286,7 @@ __global__ void __launch_bounds__(INTRA_THREADS) intra_chunk(Tensors x, Workspac
   }
 }
 
-// Grid (N, H): one block walks one sequence of one head, its state in registers from the first chunk to the last.
+// Grid (N, H): a block walks through one sequence of one head, the state in registers from first chunk to last.
 template <int CHUNK>
 __global__ void __launch_bounds__(RECURRENCE_THREADS, 2) recurrence(Tensors x, Workspace w) {
   extern __shared__ float4 shared_memory[];

@@ -1,19 +1,18 @@
 // Step 2, rebased_ex2: base 2
 //
-// Idea      The hardware has one exponential, 2^x (MUFU.EX2). expf(x) is 2^(x log2(e)) with a range reduction that
+// Idea      The hardware has one exponential, 2^x (MUFU.EX2); expf(x) is 2^(x log2(e)) with a range reduction that
 // keeps
-//           the product exact; but a log-decay is a number we make ourselves, so make it in base 2 from the start.
-//           log2(e) is folded into the two factors of the gate, and every exponential is one ex2.approx.ftz.f32.
+//           the product exact. But a log-decay is a number we make ourselves: make it in base 2 from the start. log2(e)
+//           goes into the two factors of the gate, and every exponential is one ex2.approx.ftz.f32.
 // Changed   expf(x) -> ptx::ex2_approx_ftz(x_log2); gate_scale and gate_slope carry log2(e); names of logarithms end in
 //           _log2. The sigmoid is base 2, too. Nothing else.
-// Look for  SASS: MUFU.EX2 alone where step 1 had eight instructions (kda-lab sass 2; kda-lab diff 1 2). ncu: the same
-// XU
-//           count in `intra_chunk`, fewer FMA and ALU instructions; then the two durations. `recurrence` has 3
-//           exponentials an element beside 3 * V FMAs and hardly moves.
+// Look for  SASS: MUFU.EX2 alone where step 1 had eight instructions. ncu: the same XU count in `intra_chunk`, fewer
+// FMA
+//           and ALU instructions; then the two durations. `recurrence` has three exponentials an element beside 3 * V
+//           FMAs and hardly moves.
 // Cost      As step 1, less seven instructions an exponential.
-// Numerics  As step 1. ex2.approx.ftz: relative error <= 2^-22; results below 2^-126 are 0. log2(e) is rounded once, in
-// a
-//           factor, not in every exponent.
+// Numerics  As step 1. ex2.approx.ftz: relative error <= 2^-22, results below 2^-126 are 0. log2(e) is rounded once, in
+//           a factor, not in every exponent.
 // Next      kda-lab diff 2 3
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
@@ -135,11 +134,6 @@ constexpr int U_PITCH = V + 8;  // eight rows v in each of four rows j: 32 diffe
 __device__ __forceinline__ int value_row(int r) { return threadIdx.x / LANES + r * (V / ROWS); }
 __device__ __forceinline__ int channel(int c) { return (c * LANES + threadIdx.x % LANES) * 4; }
 
-__device__ __forceinline__ float sum_over_lanes(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
 template <int CHUNK>
 struct Smem {
   float rows[CHUNK][K];  // k_decayed, then q_decayed, then k_restored
@@ -210,7 +204,7 @@ __device__ void correct_values(Smem<CHUNK>& smem, const float (&state_reg)[ROWS]
     float recalled[ROWS] = {};
     multiply_state(recalled, state_reg, smem.rows[i]);
     for (int r = 0; r < ROWS; ++r) {
-      recalled[r] = sum_over_lanes(recalled[r]);
+      recalled[r] = warp_sum<LANES>(recalled[r]);
       if (lane == 0) smem.U[i][value_row(r)] -= recalled[r];
     }
   }
@@ -219,7 +213,7 @@ __device__ void correct_values(Smem<CHUNK>& smem, const float (&state_reg)[ROWS]
     for (int r = 0; r < ROWS; ++r) {
       float u = 0.0f;
       for (int j = lane; j <= i; j += LANES) u += smem.INV_beta[i][j] * smem.U[j][value_row(r)];
-      u = sum_over_lanes(u);
+      u = warp_sum<LANES>(u);
       if (lane == 0) smem.U[i][value_row(r)] = u;
     }
   }
@@ -237,7 +231,7 @@ __device__ void write_output(bf16* out,  // [tokens, H, V]
     multiply_state(o, state_reg, smem.rows[i]);
     for (int r = 0; r < ROWS; ++r) {
       for (int j = lane; j <= i; j += LANES) o[r] += smem.Mqk[i][j] * smem.U[j][value_row(r)];
-      o[r] = sum_over_lanes(o[r]);
+      o[r] = warp_sum<LANES>(o[r]);
       if (lane == 0) out[(row_0 + i * H) * V + value_row(r)] = __float2bfloat16_rn(o[r]);
     }
   }
@@ -297,7 +291,7 @@ __global__ void __launch_bounds__(INTRA_THREADS) intra_chunk(Tensors x, Workspac
   }
 }
 
-// Grid (N, H): one block walks one sequence of one head, its state in registers from the first chunk to the last.
+// Grid (N, H): a block walks through one sequence of one head, the state in registers from first chunk to last.
 template <int CHUNK>
 __global__ void __launch_bounds__(RECURRENCE_THREADS, 2) recurrence(Tensors x, Workspace w) {
   extern __shared__ float4 shared_memory[];

@@ -2,16 +2,15 @@
 //
 // Idea      The decay between two tokens is a quotient. Give each row its factor beforehand, two exponentials an
 // element
-//           instead of CHUNK / 2, and L and Mqk become plain products of matrices:
-//              k_decayed = k 2^G, q_decayed = q 2^G, k_inv = k 2^-G;  L = tril(k_decayed k_inv^T, -1), Mqk likewise.
-//           That is also what makes them work for a tensor core (step 4).
-// Changed   form_L_and_Mqk multiplies factors; divide_by_decay makes k_inv in shared memory first. Nothing else.
+//           instead of CHUNK / 2, and L and Mqk become plain products of matrices (which is what step 4 needs):
+//             k_decayed = k 2^G, q_decayed = q 2^G, k_inv = k 2^-G;  L = tril(k_decayed k_inv^T, -1), Mqk likewise
+// Changed   form_L_and_Mqk multiplies factors; invert_decay makes k_inv in shared memory first. Nothing else.
 // Look for  ncu: XU instructions of `intra_chunk` fall from CHUNK / 2 an element to 2; its warps now wait for shuffles.
 // Cost      `intra_chunk` keeps [CHUNK, K] floats in shared memory: fewer blocks an SM at CHUNK 64.
-// Numerics  k_inv is large where G is low: 2^-G overflows from 2^128 on, and 2^G is 0 below 2^-126. So lower_bound
-// matters
-//           now: |lower_bound| * CHUNK <= 87, that is -5.4 at CHUNK 16, -1.35 at 64. Inside it the factors cost two
-//           roundings; an error of the stored G cancels, because both factors see the same G.
+// Numerics  2^-G overflows from 2^128 on and 2^G is 0 below 2^-126, so lower_bound matters now: |lower_bound| * CHUNK
+// <=
+//           87, that is -5.4 at CHUNK 16, -1.35 at 64. Inside it the factors cost two roundings; an error of the stored
+//           G cancels, because both factors see the same G.
 // Next      kda-lab diff 3 4
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"
@@ -82,7 +81,7 @@ __device__ void normalise_rows(float* x_hat,   // [tokens, H, K]
 
 // k_inv = k_hat / exp2(G), a warp per row, four neighbouring channels a lane.
 template <int CHUNK>
-__device__ void divide_by_decay(float (&k_inv_smem)[CHUNK][K], const Workspace& w, Chunk chunk, int64_t h, int64_t H) {
+__device__ void invert_decay(float (&k_inv_smem)[CHUNK][K], const Workspace& w, Chunk chunk, int64_t h, int64_t H) {
   const int lane = threadIdx.x % 32;
   for (int j = threadIdx.x / 32; j < chunk.tokens; j += INTRA_THREADS / 32) {
     const int64_t row_j = (chunk.start + j) * H + h;
@@ -144,11 +143,6 @@ constexpr int U_PITCH = V + 8;  // eight rows v in each of four rows j: 32 diffe
 // Row of S, and first channel of it, that this thread's state_reg[r][c] holds.
 __device__ __forceinline__ int value_row(int r) { return threadIdx.x / LANES + r * (V / ROWS); }
 __device__ __forceinline__ int channel(int c) { return (c * LANES + threadIdx.x % LANES) * 4; }
-
-__device__ __forceinline__ float sum_over_lanes(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
 
 template <int CHUNK>
 struct Smem {
@@ -220,7 +214,7 @@ __device__ void correct_values(Smem<CHUNK>& smem, const float (&state_reg)[ROWS]
     float recalled[ROWS] = {};
     multiply_state(recalled, state_reg, smem.rows[i]);
     for (int r = 0; r < ROWS; ++r) {
-      recalled[r] = sum_over_lanes(recalled[r]);
+      recalled[r] = warp_sum<LANES>(recalled[r]);
       if (lane == 0) smem.U[i][value_row(r)] -= recalled[r];
     }
   }
@@ -229,7 +223,7 @@ __device__ void correct_values(Smem<CHUNK>& smem, const float (&state_reg)[ROWS]
     for (int r = 0; r < ROWS; ++r) {
       float u = 0.0f;
       for (int j = lane; j <= i; j += LANES) u += smem.INV_beta[i][j] * smem.U[j][value_row(r)];
-      u = sum_over_lanes(u);
+      u = warp_sum<LANES>(u);
       if (lane == 0) smem.U[i][value_row(r)] = u;
     }
   }
@@ -247,7 +241,7 @@ __device__ void write_output(bf16* out,  // [tokens, H, V]
     multiply_state(o, state_reg, smem.rows[i]);
     for (int r = 0; r < ROWS; ++r) {
       for (int j = lane; j <= i; j += LANES) o[r] += smem.Mqk[i][j] * smem.U[j][value_row(r)];
-      o[r] = sum_over_lanes(o[r]);
+      o[r] = warp_sum<LANES>(o[r]);
       if (lane == 0) out[(row_0 + i * H) * V + value_row(r)] = __float2bfloat16_rn(o[r]);
     }
   }
@@ -300,7 +294,7 @@ __global__ void __launch_bounds__(INTRA_THREADS) intra_chunk(Tensors x, Workspac
   const int j = threadIdx.x;
   if (j < chunk.tokens)
     beta_smem[j] = sigmoid_log2(static_cast<float>(LOG2E) * __bfloat162float(x.beta[(chunk.start + j) * x.H + h]));
-  divide_by_decay(k_inv_smem, w, chunk, h, x.H);
+  invert_decay(k_inv_smem, w, chunk, h, x.H);
   __syncthreads();
   form_L_and_Mqk(L_smem, k_inv_smem, beta_smem, w, chunk, h, x.H);
   __syncthreads();
@@ -310,7 +304,7 @@ __global__ void __launch_bounds__(INTRA_THREADS) intra_chunk(Tensors x, Workspac
   }
 }
 
-// Grid (N, H): one block walks one sequence of one head, its state in registers from the first chunk to the last.
+// Grid (N, H): a block walks through one sequence of one head, the state in registers from first chunk to last.
 template <int CHUNK>
 __global__ void __launch_bounds__(RECURRENCE_THREADS, 2) recurrence(Tensors x, Workspace w) {
   extern __shared__ float4 shared_memory[];
