@@ -20,7 +20,9 @@ def main() -> int:
         print(f"NVIDIA (R) stub profiler\nVersion {VERSION} (build 1)")
         return 0
     if MODE == "denied":
-        print("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters")
+        print(
+            "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters"
+        )
         return 1
     if MODE == "sandbox":
         print("==ERROR== Failed to initialize the profiler: LibraryNotLoaded")

@@ -128,7 +128,9 @@ def test_the_target_gets_an_environment_without_other_profilers_and_notebooks(st
     assert "KDA_LAB_PROFILE=1" in text
 
 
-@pytest.mark.parametrize(("tool", "device", "text"), [("perf", "cuda", "expected one of"), ("ncu", "cpu", "tool='torch'")])
+@pytest.mark.parametrize(
+    ("tool", "device", "text"), [("perf", "cuda", "expected one of"), ("ncu", "cpu", "tool='torch'")]
+)
 def test_arguments_that_make_no_sense_are_refused(tool, device, text, tmp_path):
     with pytest.raises(ValueError, match=text):
         collect.profile(5, tool, tmp_path, device=device)

@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+from matplotlib.ticker import NullFormatter
 
 from kda_lab.plots import BLUE, GREEN, GREY, INK, MARKERS, ORANGE, PALETTE, PAPER, PURPLE, SKY, AltFigure, figure
 from kda_lab.profiling import metrics, roofline
@@ -106,7 +107,9 @@ def roofline_figure(points: Sequence[Point], ceilings: Mapping[str, Any], title:
     for at, colour, marker in _cycled(points):
         axes.plot(at.intensity, at.flops_per_s, marker, color=colour, markersize=10, label=at.name, linestyle="none")
     axes.set(xlabel="operations of the algorithm per byte moved", ylabel="operations a second", title=title)
-    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.set_ylim(top=3 * ceilings["bf16_flops_per_s"])
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    _legend(axes, loc="center left", bbox_to_anchor=(1.0, 0.5))
     _clean(axes)
     fig.alt = (
         f"Roofline: {'; '.join(_roofline_words(at, ceilings) for at in points)}."
@@ -140,7 +143,7 @@ def floors_figure(points: Sequence[Point], ceilings: Mapping[str, Any], title: s
     axes.set(yticks=range(len(points)), yticklabels=[at.name for at in points], xlabel="µs (log scale)", title=title)
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), title="floor by")
+    _legend(axes, loc="center left", bbox_to_anchor=(1.0, 0.5), title="floor by")
     _clean(axes)
     fig.alt = f"Time and floors: {'; '.join(findings) or 'not measured'}."
     return fig
@@ -168,7 +171,7 @@ def stall_figure(reports: Mapping[str, Report], kernel: str, top: int = 6, title
     axes.set_yticklabels(reasons, fontsize=9)
     axes.invert_yaxis()
     axes.margins(x=0.1)
-    axes.legend(frameon=False, fontsize=9)
+    _legend(axes)
     _clean(axes)
     words = [f"in {name}, warps mostly wait for {next(iter(stalls))}" for name, stalls in found.items()]
     fig.alt = f"What warps of {kernel} wait for: {'; '.join(words) or 'not measured'}."
@@ -194,8 +197,7 @@ def occupancy_figure(reports: Mapping[str, Report], title: str = "") -> AltFigur
     axes.set(xlim=(0, 100), yticks=range(len(kernels)), xlabel="% of the warps a multiprocessor can hold", title=title)
     axes.set_yticklabels([f"{name}: {kernel}" for name, kernel, _ in kernels], fontsize=9)
     axes.invert_yaxis()
-    if kernels:
-        axes.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    _legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     _clean(axes)
     words = [f"{kernel} of {name} reaches {o['reached']:.0f} %, {_limit_words(o)}" for name, kernel, o in kernels]
     fig.alt = f"Occupancy: {'; '.join(words) or 'not measured'}."
@@ -229,6 +231,11 @@ def _lane_order(lane: tuple[str, str, int, str]) -> tuple[str, str, int]:
 def _cycled(points: Sequence[Point]) -> list[tuple[Point, str, str]]:
     n = len(PALETTE)
     return [(at, PALETTE[i % n], MARKERS[i % len(MARKERS)]) for i, at in enumerate(points)]
+
+
+def _legend(axes: Axes, **where: Any) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9, **where)
 
 
 def _clean(axes: Axes) -> None:

@@ -8,11 +8,8 @@ else. With --torch-trace FILE it profiles itself with torch.profiler instead.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gzip
 import json
 import statistics
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,10 @@ from typing import Any
 import torch
 
 from kda_lab import annotate, ops, registry
-from kda_lab.inputs import REGIMES, make_inputs
-from kda_lab.profiling import kernel_events
+from kda_lab.inputs import REGIMES, Inputs, make_inputs
+from kda_lab.profiling import kernel_events, torch_trace
+
+DRAWN_TOKENS = 1024
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if on_gpu and not torch.cuda.is_available():
         raise SystemExit("target: --device cuda, but torch sees no GPU here")
     step = registry.get(options.step, options.device)
-    inputs = make_inputs(options.B, options.T, options.H, regime=options.regime, device=options.device)
+    inputs = _inputs(options)
 
     def iterate(count: int) -> None:
         for _ in range(count):
@@ -40,14 +39,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     annotate.enable()
     iterate(options.warmup)
-    with _region(options, on_gpu):
+    if options.torch_trace:
+        torch_trace.record(lambda: iterate(options.iterations), options.torch_trace)
+    else:
+        if on_gpu:
+            torch.cuda.profiler.start()
         iterate(options.iterations)
+        if on_gpu:
+            torch.cuda.profiler.stop()
     summary: dict[str, Any] = {"step": step.number, "slug": step.slug, "B": options.B, "T": options.T, "H": options.H}
     if options.kernel_events:
         samples = kernel_events.measure(lambda: iterate(1), options.iterations)
         summary["kernel_events_us"] = {name: statistics.median(times) for name, times in samples.items()}
     print(json.dumps(summary))
     return 0
+
+
+def _inputs(options: argparse.Namespace) -> Inputs:
+    """Inputs of the asked size. Speed depends on sizes, not values, and drawing many takes longer than profiling: the
+    first DRAWN_TOKENS are repeated."""
+    drawn = make_inputs(
+        options.B, min(options.T, DRAWN_TOKENS), options.H, regime=options.regime, device=options.device
+    )
+    repeated = {}
+    for name in ("q", "k", "v", "g", "beta"):
+        tensor = getattr(drawn, name)
+        repeats = [1, -(-options.T // DRAWN_TOKENS)] + [1] * (tensor.dim() - 2)
+        repeated[name] = tensor.repeat(repeats)[:, : options.T].contiguous()
+    return drawn.with_(**repeated)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,26 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--torch-trace", type=Path, metavar="FILE", help="write a torch.profiler trace (.json.gz)")
     parser.add_argument("--kernel-events", action="store_true", help="then time each kernel with CUDA events, too")
     return parser
-
-
-@contextlib.contextmanager
-def _region(options: argparse.Namespace, on_gpu: bool) -> Any:
-    if options.torch_trace:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if on_gpu:
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profiler:
-            yield
-        with tempfile.TemporaryDirectory() as folder:
-            trace = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(trace))
-            options.torch_trace.write_bytes(gzip.compress(trace.read_bytes(), mtime=0))
-    elif on_gpu:
-        torch.cuda.profiler.start()
-        yield
-        torch.cuda.profiler.stop()
-    else:
-        yield
 
 
 if __name__ == "__main__":

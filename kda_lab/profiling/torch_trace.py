@@ -1,11 +1,15 @@
-"""Reads traces of torch.profiler (Chrome trace JSON, also gzipped)."""
+"""Records and reads traces of torch.profiler (Chrome trace JSON, also gzipped)."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kda_lab.profiling import table, timeline
 from kda_lab.profiling.table import ReportError
@@ -19,6 +23,29 @@ _KINDS = {
     "gpu_memcpy": "copy",
     "gpu_memset": "copy",
 }
+
+
+def record(call: Callable[[], None], path: Path) -> None:
+    """Runs `call` under torch.profiler, with the GPU where there is one, and writes its trace to a .json.gz file."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory(prefix="kda_lab-") as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        path.write_bytes(gzip.compress(trace.read_bytes(), mtime=0))
+
+
+def profile(call: Callable[[], None]) -> Timeline:
+    """Runs `call` under torch.profiler and returns what ran when."""
+    with tempfile.TemporaryDirectory(prefix="kda_lab-") as folder:
+        path = Path(folder) / "trace.json.gz"
+        record(call, path)
+        return read(path)
 
 
 def read(path: Path | str) -> Timeline:

@@ -1,0 +1,65 @@
+"""Recordings: what ships is labelled, what is missing is None, and a swapped report changes the numbers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+
+import pytest
+from test_profiling_readers import write_nsys
+
+from kda_lab.profiling import recorded
+from kda_lab.profiling.table import ReportError
+
+
+@pytest.fixture
+def recording(tmp_path):
+    """A recording of one machine with one nsys report and one listing."""
+    (tmp_path / "machine.json").write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-11-29"}))
+    for folder in ("nsys", "sass"):
+        (tmp_path / folder).mkdir()
+    export = write_nsys(tmp_path / "export.sqlite").read_bytes()
+    (tmp_path / "nsys/5_fused_two_kernel.sqlite.gz").write_bytes(gzip.compress(export))
+    (tmp_path / "sass/5_fused_two_kernel.sass.gz").write_bytes(gzip.compress(b"MUFU.EX2"))
+    return recorded.load(tmp_path)
+
+
+def test_a_recording_is_labelled_with_its_machine_and_date(recording):
+    assert recording.label == "recorded on NVIDIA H200, 2026-11-29"
+
+
+def test_reports_are_found_by_number_slug_or_name(recording):
+    for step in (5, "5", "fused_two_kernel", "5_fused_two_kernel"):
+        assert recording.nsys(step).of("kernel")
+    assert recording.sass(5) == "MUFU.EX2"
+
+
+def test_what_is_not_there_is_none(recording):
+    assert recording.ladder() is None
+    assert recording.ncu(5) is None
+    assert recording.torch(5) is None
+    assert recording.nsys(4) is None
+    assert recording.sass(4) is None
+
+
+def test_another_report_in_its_place_changes_the_numbers(recording):
+    before = recording.nsys(5).rows()
+    swapped = write_nsys(recording.folder / "export.sqlite", text_by_id=False)
+    text = swapped.read_bytes().replace(b"recurrence", b"elsewhere!")
+    (recording.folder / "nsys/5_fused_two_kernel.sqlite.gz").write_bytes(gzip.compress(text))
+    assert [row["Kernel"] for row in before] != [row["Kernel"] for row in recording.nsys(5).rows()]
+
+
+def test_a_damaged_file_is_named(recording):
+    (recording.folder / "ladder.json").write_text('{"rows": [')
+    with pytest.raises(ReportError, match=r"ladder\.json is damaged"):
+        recording.ladder()
+
+
+def test_a_folder_can_be_named_by_the_environment(recording, monkeypatch):
+    monkeypatch.setenv("KDA_LAB_RECORDED", str(recording.folder))
+    assert recorded.load() == recording
+    shutil.rmtree(recording.folder)
+    with pytest.raises(ValueError, match="no recording"):
+        recorded.load()
