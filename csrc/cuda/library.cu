@@ -4,10 +4,10 @@
 #include <cstddef>
 #include <initializer_list>
 #include <iterator>
-#include <new>
 #include <string>
 
 #include "../kda.h"
+#include "common/abi.h"
 #include "common/launch.cuh"
 #include "common/sequence.cuh"
 
@@ -22,8 +22,6 @@
 
 namespace kda {
 namespace {
-
-thread_local std::string last_error;
 
 constexpr KdaStep kSteps[] = {
 #define KDA_STEP(number, slug, devices, cpu_chunks, cuda_chunks, cpu_budget, cuda_budget, title, idea) \
@@ -63,27 +61,6 @@ void dispatch_forward(int32_t number, const KdaArgs& args) {
 #undef KDA_STEP
   }
 }
-
-// Makes args.device current for as long as it lives.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    if (device != before_) {
-      check(cudaSetDevice(device), format("cudaSetDevice(%d)", device).c_str());
-      changed_ = true;
-    }
-  }
-  ~DeviceGuard() {
-    if (changed_) (void)cudaSetDevice(before_);  // it was current a moment ago
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
 
 void check_size(const char* name, int64_t value, int64_t least, int64_t most) {
   if (value < least || value > most) {
@@ -195,24 +172,6 @@ void check_workspace(const KdaArgs& args, int64_t needed) {
 const KdaArgs& require(const KdaArgs* args) {
   if (!args) throw Error(KDA_INVALID_ARGUMENT, "args is NULL");
   return *args;
-}
-
-// Nothing may be thrown across the C ABI: runs the body and keeps what went wrong for kda_last_error().
-template <class Body>
-KdaStatus guard(const Body& body) noexcept {
-  try {
-    body();
-    return KDA_OK;
-  } catch (const Error& error) {
-    last_error = error.what();
-    return error.status;
-  } catch (const std::bad_alloc&) {
-    last_error = "out of memory";
-    return KDA_OUT_OF_MEMORY;
-  } catch (const std::exception& error) {
-    last_error = error.what();
-    return KDA_INTERNAL_ERROR;
-  }
 }
 
 }  // namespace

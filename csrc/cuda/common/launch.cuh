@@ -17,6 +17,27 @@ inline void check(cudaError_t status, const char* what) {
   }
 }
 
+// Makes `device` current for as long as it lives.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    if (device != before_) {
+      check(cudaSetDevice(device), format("cudaSetDevice(%d)", device).c_str());
+      changed_ = true;
+    }
+  }
+  ~DeviceGuard() {
+    if (changed_) (void)cudaSetDevice(before_);  // it was current a moment ago
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
 // A named range on the profiler's timeline for as long as it lives; costs one comparison where no profiler listens.
 class Range {
  public:
@@ -50,6 +71,23 @@ void launch(const char* name, const KdaArgs& args, void (*kernel)(Parameters...)
   }
   kernel<<<grid, block, smem_bytes, static_cast<cudaStream_t>(args.stream)>>>(values...);
   check(cudaGetLastError(), name);
+}
+
+// The same for a kernel that may start before the one ahead of it in the stream has ended, and that itself waits
+// (griddepcontrol.wait) before it reads what that one writes: its set-up hides behind the other's tail.
+template <typename... Parameters, typename... Values>
+void launch_dependent(const char* name, const KdaArgs& args, void (*kernel)(Parameters...), dim3 grid, dim3 block,
+                      size_t smem_bytes, Values... values) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  Range range(args, name);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)), name);
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = smem_bytes;
+  config.stream = static_cast<cudaStream_t>(args.stream), config.attrs = &early, config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(values)...), name);
 }
 
 }  // namespace kda
