@@ -54,11 +54,16 @@ inline std::vector<Sequence> list_sequences(const KdaArgs& args) {
   return sequences;
 }
 
+// The chunk of a sequence that begins with its token `begin`; no tokens where the sequence has ended.
+inline Chunk chunk_at(const KdaArgs& args, const Sequence& sequence, int64_t begin) {
+  return {sequence.first_row + begin, std::clamp<int64_t>(sequence.tokens - begin, 0, args.chunk)};
+}
+
 inline std::vector<Chunk> list_chunks(const KdaArgs& args, const std::vector<Sequence>& sequences) {
   std::vector<Chunk> chunks;
   for (const Sequence& sequence : sequences) {
     for (int64_t begin = 0; begin < sequence.tokens; begin += args.chunk) {
-      chunks.push_back({sequence.first_row + begin, std::min(args.chunk, sequence.tokens - begin)});
+      chunks.push_back(chunk_at(args, sequence, begin));
     }
   }
   return chunks;

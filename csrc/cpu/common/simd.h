@@ -67,6 +67,15 @@ inline void store_first(bf16* p, Vec x, int64_t count) {
   std::memcpy(p, &halves, count >= kLanes ? sizeof(halves) : static_cast<size_t>(count > 0 ? count : 0) * sizeof(bf16));
 }
 
+inline float sum_of_lanes(Vec x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
 inline Vec clamp(Vec x, float low, float high) {  // a NaN passes through
   x = x < low ? broadcast(low) : x;
   return x > high ? broadcast(high) : x;

@@ -28,7 +28,8 @@ namespace {
 
 constexpr int kChunk = 16;
 constexpr int kChunkVecs = kChunk / kLanes;
-constexpr int kBlock = 2 * kLanes;  // values of a register tile
+constexpr int kBlock = 2 * kLanes;   // values of a register tile
+constexpr int64_t kSpanTiles = 128;  // about 3.5 MB at K = 128
 constexpr float kLog2e = 1.44269504f;
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -104,14 +105,28 @@ inline __attribute__((always_inline)) void multiply_add_lower(Vec (&acc)[ROWS][V
 
 Vec sigmoid_log2(Vec x_log2) { return 1.0f / (1.0f + exp2(-x_log2)); }
 
-// What needs all of K: the norms, and beta.
+// What needs all of K: the norms; and beta.
 void normalize(const KdaArgs& args, const Chunk& chunk, int64_t h, Scratch& scratch) {
+  const auto norm = [&](const bf16* x) {
+    Vec squares = {};
+    for (int64_t d = 0; d < args.K; d += kLanes) {
+      const Vec part = load_first(x + d, args.K - d);
+      squares += part * part;
+    }
+    return sqrtf(sum_of_lanes(squares) + 1e-6f);
+  };
+  const float scale = static_cast<float>(args.scale);
+  for (int64_t i = 0; i < chunk.tokens; ++i) {
+    for (const void* tensor : {args.q, args.k, args.g}) {
+      const bf16* x = token(tensor, args, args.K, chunk.first_row + i, h);
+      for (int64_t d = 0; d < args.K; d += 32) __builtin_prefetch(x + d);
+    }
+  }
   for (int64_t i = 0; i < kChunk; ++i) {
     const bool is_token = i < chunk.tokens;
-    const int64_t row = chunk.first_row + (is_token ? i : 0);
-    const float scale = static_cast<float>(args.scale);
-    scratch.q_scale[i] = is_token ? scale * reciprocal_norm(token(args.q, args, args.K, row, h), args.K) : 0.0f;
-    scratch.k_scale[i] = is_token ? reciprocal_norm(token(args.k, args, args.K, row, h), args.K) : 0.0f;
+    const int64_t row = chunk.first_row + i;
+    scratch.q_scale[i] = is_token ? scale / norm(token(args.q, args, args.K, row, h)) : 0.0f;
+    scratch.k_scale[i] = is_token ? 1.0f / norm(token(args.k, args, args.K, row, h)) : 0.0f;
     scratch.beta[i] = is_token ? 1.0f / (1.0f + expf(-*token(args.beta, args, 1, row, h))) : 0.0f;
   }
 }
@@ -212,6 +227,8 @@ void correct_values(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t 
                     float* U) {
   const int64_t Kp = padded_K(args);
   float difference[kChunk * kBlock];
+  for (int64_t i = 0; i < chunk.tokens; ++i)
+    __builtin_prefetch(token(args.v, args, args.V, chunk.first_row + i, h) + v);
   for (int i = 0; i < kChunk; i += kTileRows) {
     Vec acc[kTileRows][2] = {};
     multiply_add(acc, tile.k_decayed + i * Kp, Kp, 1, S, kBlock, Kp);
@@ -270,45 +287,68 @@ void update_state(const KdaArgs& args, const Tile& tile, float* S, const float* 
   }
 }
 
+// Kernel 2: one chunk, head and block of values from v on. S is [Kp, kBlock].
+void recurrence(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t v, const Tile& tile, float* S) {
+  float U[kChunk * kBlock];
+  correct_values(args, chunk, h, v, tile, S, U);
+  write_output(args, chunk, h, v, tile, S, U);
+  update_state(args, tile, S, U);
+}
+
+// The state is [V, K] outside and [value blocks, Kp, kBlock] inside.
+void load_blocks(const KdaArgs& args, int64_t n, int64_t h, const Head& head) {
+  const int64_t Kp = padded_K(args);
+  std::fill_n(head.state, value_blocks(args) * Kp * kBlock, 0.0f);
+  load_state(args, n, h,
+             [&](int64_t v, int64_t d) -> float& { return head.state[(v / kBlock * Kp + d) * kBlock + v % kBlock]; });
+}
+
+void store_blocks(const KdaArgs& args, int64_t n, int64_t h, const Head& head) {
+  const int64_t Kp = padded_K(args);
+  store_state(args, n, h,
+              [&](int64_t v, int64_t d) -> float& { return head.state[(v / kBlock * Kp + d) * kBlock + v % kBlock]; });
+}
+
+// Chunks of each sequence that prepare does before recurrence takes over: enough work for all threads, and few enough
+// that what one writes is still in the cache when the other reads it.
+int64_t span_chunks(const KdaArgs& args) {
+  return std::clamp<int64_t>(kSpanTiles / std::max<int64_t>(1, args.N * args.H), 1, 16);
+}
+
 }  // namespace
 
 int64_t workspace_bytes(const KdaArgs& args) {
   Arena arena(nullptr);
-  const Records<Tile> tiles(args, most_chunks(args), arena);
+  const Records<Tile> tiles(args, args.N * span_chunks(args), arena);
   const Records<Head> heads(args, args.N, arena);
   return arena.used();
 }
 
 void forward(const KdaArgs& args) {
   const std::vector<Sequence> sequences = list_sequences(args);
-  const std::vector<Chunk> chunks = list_chunks(args, sequences);
+  const int64_t span = span_chunks(args);
   Arena arena(args.workspace);
-  const Records<Tile> tiles(args, most_chunks(args), arena);
+  const Records<Tile> tiles(args, args.N * span, arena);
   const Records<Head> heads(args, args.N, arena);
-  const int64_t Kp = padded_K(args);
 
-  launch("prepare", args, static_cast<int64_t>(chunks.size()), args.H,
-         [&](int64_t c, int64_t h) { prepare(args, chunks[c], h, tiles.at(c, h)); });
-
-  launch("recurrence", args, args.N, args.H, [&](int64_t n, int64_t h) {
-    float* blocks = heads.at(n, h).state;
-    const auto state = [&](int64_t v, int64_t d) -> float& {
-      return blocks[(v / kBlock * Kp + d) * kBlock + v % kBlock];
-    };
-    std::fill_n(blocks, value_blocks(args) * Kp * kBlock, 0.0f);
-    load_state(args, n, h, state);
-    for (int64_t begin = 0, c = sequences[n].first_chunk; begin < sequences[n].tokens; begin += kChunk, ++c) {
-      const Tile tile = tiles.at(c, h);
-      for (int64_t v = 0; v < args.V; v += kBlock) {
-        float* S = blocks + v * Kp;
-        alignas(64) float U[kChunk * kBlock];
-        correct_values(args, chunks[c], h, v, tile, S, U);
-        write_output(args, chunks[c], h, v, tile, S, U);
-        update_state(args, tile, S, U);
+  launch("load_state", args, args.N, args.H, [&](int64_t n, int64_t h) { load_blocks(args, n, h, heads.at(n, h)); });
+  int64_t most_tokens = 0;
+  for (const Sequence& sequence : sequences) most_tokens = std::max(most_tokens, sequence.tokens);
+  for (int64_t begin = 0; begin < most_tokens; begin += span * kChunk) {
+    launch("prepare", args, args.N * span, args.H, [&](int64_t block, int64_t h) {
+      const Chunk chunk = chunk_at(args, sequences[block / span], begin + block % span * kChunk);
+      if (chunk.tokens > 0) prepare(args, chunk, h, tiles.at(block, h));
+    });
+    launch("recurrence", args, args.N * args.H, value_blocks(args), [&](int64_t nh, int64_t block) {
+      const int64_t n = nh / args.H, h = nh % args.H;
+      float* S = heads.at(n, h).state + block * padded_K(args) * kBlock;
+      for (int64_t i = 0; i < span; ++i) {
+        const Chunk chunk = chunk_at(args, sequences[n], begin + i * kChunk);
+        if (chunk.tokens > 0) recurrence(args, chunk, h, block * kBlock, tiles.at(n * span + i, h), S);
       }
-    }
-    store_state(args, n, h, state);
-  });
+    });
+  }
+  launch("store_state", args, args.N, args.H, [&](int64_t n, int64_t h) { store_blocks(args, n, h, heads.at(n, h)); });
 }
 
 }  // namespace kda::cpu::step5
