@@ -12,6 +12,7 @@ import ctypes
 import functools
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch.autograd.profiler as torch_profiler
@@ -23,7 +24,13 @@ DOMAIN = "kda_lab"
 # Set by nsys and ncu in the processes that they start.
 _NSIGHT_VARIABLES = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE")
 
-_enabled = os.environ.get("KDA_LAB_PROFILE", "0") not in ("", "0") or any(map(os.environ.get, _NSIGHT_VARIABLES))
+
+def _asked_for(environment: Mapping[str, str]) -> bool:
+    asked = environment.get("KDA_LAB_PROFILE", "0") not in ("", "0")
+    return asked or any(environment.get(variable) for variable in _NSIGHT_VARIABLES)
+
+
+_enabled = _asked_for(os.environ)
 
 
 def enable(on: bool = True) -> None:

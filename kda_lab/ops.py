@@ -420,37 +420,42 @@ def _check_cu_seqlens(cu_seqlens: Tensor, B: int) -> tuple[int, int]:
     return cu_seqlens.numel() - 1, _OFFSET_DTYPES[cu_seqlens.dtype]
 
 
-# (tensor, its version, T) of cu_seqlens on a GPU that were right, by id: reading one back makes the host wait.
-_right_offsets: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
-
-
 def _check_offsets(cu_seqlens: Tensor, T: int) -> None:
-    """Checks the entries of cu_seqlens."""
+    """Checks the entries of cu_seqlens. The host waits for those on a GPU, so it reads a version of a tensor once."""
     on_gpu = cu_seqlens.device.type == "cuda"
-    if on_gpu:
-        if torch.cuda.is_current_stream_capturing():
-            return  # nothing may wait now; the kernels clamp to [0, T]
-        known = None if cu_seqlens.is_inference() else (id(cu_seqlens), cu_seqlens._version, T)
-        if known:
-            reference, *rest = _right_offsets.get(known[0], (None, None))
-            if reference is not None and reference() is cu_seqlens and tuple(rest) == known[1:]:
-                return
+    if on_gpu and (torch.cuda.is_current_stream_capturing() or _known_right(cu_seqlens, T)):
+        return  # while a graph is captured nothing may wait: the kernels clamp to [0, T]
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens[0] is {offsets[0]}; expected 0, the first token")
     for index, (begin, end) in enumerate(itertools.pairwise(offsets), start=1):
         if end < begin:
             raise ValueError(
-                f"cu_seqlens[{index}] is {end}, less than cu_seqlens[{index - 1}] = {begin}; expected "
-                "offsets that never decrease"
+                f"cu_seqlens[{index}] is {end}, less than cu_seqlens[{index - 1}] = {begin}; expected offsets that "
+                "never decrease"
             )
     if offsets[-1] != T:
         raise ValueError(
             f"cu_seqlens[{len(offsets) - 1}], the last, is {offsets[-1]}; expected T = {T}, the number of tokens"
         )
-    if on_gpu and known:
-        key = known[0]
-        _right_offsets[key] = (weakref.ref(cu_seqlens, lambda _: _right_offsets.pop(key, None)), *known[1:])
+    if on_gpu:
+        _remember_right(cu_seqlens, T)
+
+
+# By id of a cu_seqlens that was right: the tensor, its version then, and T.
+_right_offsets: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+
+
+def _known_right(cu_seqlens: Tensor, T: int) -> bool:
+    tensor, *then = _right_offsets.get(id(cu_seqlens), (None,))
+    return tensor is not None and tensor() is cu_seqlens and then == [cu_seqlens._version, T]
+
+
+def _remember_right(cu_seqlens: Tensor, T: int) -> None:
+    if not cu_seqlens.is_inference():  # such a tensor counts no versions
+        key = id(cu_seqlens)
+        reference = weakref.ref(cu_seqlens, lambda _: _right_offsets.pop(key, None))
+        _right_offsets[key] = (reference, cu_seqlens._version, T)
 
 
 def _either(numbers: tuple[int, ...]) -> str:

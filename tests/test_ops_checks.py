@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import timeit
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,27 @@ def test_changed_entries_of_cu_seqlens_are_seen(dtype, stub):
     refused(stub, ValueError, "less than", given)
 
 
+def test_offsets_that_were_right_are_known_until_they_change():
+    """What spares the host the wait for a cu_seqlens on a GPU."""
+    offsets = torch.tensor([0, 5, T])
+    assert not ops._known_right(offsets, T)
+    ops._remember_right(offsets, T)
+    assert ops._known_right(offsets, T)
+    assert not ops._known_right(offsets, T + 1)
+    assert not ops._known_right(offsets.clone(), T)
+    offsets[1] = 6
+    assert not ops._known_right(offsets, T)
+    ops._remember_right(offsets, T)
+    key = id(offsets)
+    assert key in ops._right_offsets
+    del offsets
+    assert key not in ops._right_offsets
+    with torch.inference_mode():
+        offsets = torch.tensor([0, 5, T])
+        ops._remember_right(offsets, T)
+        assert not ops._known_right(offsets, T)
+
+
 @pytest.mark.parametrize("value", [None, "low", torch.zeros(2)])
 def test_kind_of_numbers(value, stub):
     for name in ("lower_bound", "scale"):
@@ -370,3 +392,18 @@ def test_published_signature():
     positional = [p for p in inspect.signature(ops.fwd).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert " ".join(p.name for p in positional) == names
     assert [p.default for p in positional[10:]] == [None, None, None]
+
+
+def test_cost_of_a_call(stub):
+    """All checks together cost a few times what torch takes for an operator that does nothing."""
+    library = torch.library.Library("kda_lab_test", "DEF")
+    library.define(ops._SCHEMA)
+    library.impl("fwd", lambda *args: None, "CPU")
+    given = tuple(arguments(packed=True).values())
+
+    def best(call) -> float:
+        return min(timeit.repeat(call, number=5, repeat=2000)) / 5
+
+    nothing = best(lambda: torch.ops.kda_lab_test.fwd(*given, None, 16, False))
+    call = best(lambda: ops.fwd(*given))
+    assert call < 12 * nothing, f"fwd takes {call * 1e6:.1f} µs, an operator that does nothing {nothing * 1e6:.1f} µs"
