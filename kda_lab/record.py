@@ -85,6 +85,7 @@ def record(out: Path, parts: Iterable[str] = PARTS, *, quick: bool = False) -> d
             evidence.sass(out, print)
         elif part == "profiles":
             evidence.profiles(out, print)
+            evidence.kernel_events(out, print)
         recording["clocks_after"] = machine.clocks()
         _write(out / "ladder.json", recording)
     _write(out / "machine.json", recording["machine"])

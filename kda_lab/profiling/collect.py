@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gzip
+import json
 import os
 import queue
 import shutil
@@ -117,8 +118,7 @@ def profile(
     out.mkdir(parents=True, exist_ok=True)
     report = out / (name + SUFFIXES[tool])
     target = [sys.executable, "-m", "kda_lab.profiling.target", "--step", name, "--device", device]
-    target += ["-B", str(B), "-T", str(T), "-H", str(H), "--chunk", str(chunk), "--regime", regime]
-    target += ["--iterations", str(_PASSES[tool])]
+    target += [*_shape_options(B, T, H, chunk), "--regime", regime, "--iterations", str(_PASSES[tool])]
     with _one_at_a_time(), tempfile.TemporaryDirectory(prefix="kda_lab-") as folder:
         made = Path(folder) / ("report" + {"ncu": ".ncu-rep", "nsys": ".nsys-rep", "torch": ".json.gz"}[tool])
         if tool == "torch":
@@ -131,6 +131,25 @@ def profile(
             made = _export_sqlite(found.path, made, timeout, progress, cancel)
         shutil.move(made, report)
     return report
+
+
+def kernel_events(step: int | str, out: Path, *, timeout: float = 120.0, iterations: int = 10, **shape: int) -> Path:
+    """Times each kernel of a step with CUDA events, no profiler attached, and writes out/<step>.json: {kernel: µs}.
+
+    shape: B, T, H and chunk as in `profile`. Raises ProfilingError.
+    """
+    name = registry.get(step, "cuda").name
+    command = [sys.executable, "-m", "kda_lab.profiling.target", "--step", name, "--kernel-events"]
+    command += ["--iterations", str(iterations), *_shape_options(**shape)]
+    summary = json.loads(run(command, timeout=timeout).splitlines()[-1])
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    path.write_text(json.dumps(summary["kernel_events_us"]) + "\n", encoding="utf-8")
+    return path
+
+
+def _shape_options(B: int = 1, T: int = 8192, H: int = 96, chunk: int = 16) -> list[str]:
+    return ["-B", str(B), "-T", str(T), "-H", str(H), "--chunk", str(chunk)]
 
 
 def ncu_command(ncu: Path, report: Path, target: Sequence[str]) -> list[str]:

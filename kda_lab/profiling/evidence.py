@@ -46,6 +46,14 @@ def profiles(out: Path, report: Callable[[str], None]) -> None:
                 report(f"{tool} {step.name}: not measured. {error}")
 
 
+def kernel_events(out: Path, report: Callable[[str], None]) -> None:
+    """Each kernel's time by CUDA events with no profiler attached, at TEACHING_SHAPE, to out/events/<step>.json."""
+    for step in registry.steps():
+        if "cuda" in step.devices:
+            path = collect.kernel_events(step.number, out / "events", **TEACHING_SHAPE)
+            report(f"{path.relative_to(out)}: {path.read_text(encoding='utf-8').strip()}")
+
+
 def sass(out: Path, report: Callable[[str], None]) -> None:
     """The machine code of every CUDA step for this GPU, to out/sass/<step>.sass.gz."""
     from kda_lab import sass as listings

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kda_lab import registry
-from kda_lab.profiling import ncu, nsys, torch_trace
+from kda_lab.profiling import metrics, ncu, nsys, torch_trace
 from kda_lab.profiling.collect import SUFFIXES
 from kda_lab.profiling.ncu import Report
 from kda_lab.profiling.table import ReportError
@@ -61,10 +61,34 @@ class Recording:
         path = self._report("torch", step)
         return torch_trace.read(path) if path.exists() else None
 
+    def events(self, step: int | str) -> dict[str, float] | None:
+        """Microseconds of each kernel by CUDA events, with no profiler attached."""
+        return self._json(f"events/{_name(step)}.json")
+
     def sass(self, step: int | str) -> str | None:
         """The machine code of a step's kernels."""
         path = self.folder / "sass" / f"{_name(step)}.sass.gz"
         return gzip.decompress(path.read_bytes()).decode() if path.exists() else None
+
+    def agreement(self, step: int | str) -> list[dict[str, Any]]:
+        """Each kernel's time in µs by CUDA events, Nsight Systems, torch.profiler and Nsight Compute, and their spread.
+
+        spread is (largest - smallest) / smallest of those that were measured; None with fewer than two.
+        """
+        events, report = self.events(step) or {}, self.ncu(step)
+        timelines = {"nsys": self.nsys(step), "torch": self.torch(step)}
+        measured: dict[str, dict[str, float]] = {"events": dict(events)}
+        for tool, timeline in timelines.items():
+            measured[tool] = {row["Kernel"]: row["AvgValue"] for row in timeline.rows()} if timeline else {}
+        rows = metrics.kernels(report, None) if report else []
+        measured["ncu"] = {row["kernel"]: row["time_us"] for row in rows if row["time_us"] is not None}
+        table = []
+        for kernel in dict.fromkeys(kernel for times in measured.values() for kernel in times):
+            times = {f"{tool}_us": by_kernel.get(kernel) for tool, by_kernel in measured.items()}
+            known = [time for time in times.values() if time is not None]
+            spread = (max(known) - min(known)) / min(known) if len(known) > 1 else None
+            table.append({"kernel": kernel, **times, "spread": spread})
+        return table
 
     def _report(self, tool: str, step: int | str) -> Path:
         return self.folder / tool / (_name(step) + SUFFIXES[tool])
