@@ -155,7 +155,7 @@ def _explore(args: argparse.Namespace) -> int:
         dt_bias=args.dt_bias,
         gate=args.gate,
     )
-    print(report)
+    print(report.describe())
     if args.save:
         from kda_lab import plots
 

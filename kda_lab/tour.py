@@ -5,6 +5,7 @@ Lessons run one after another, because they measure time.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import html
 import os
@@ -196,11 +197,13 @@ def _body(notebook: nbformat.NotebookNode) -> str:
     from nbconvert import HTMLExporter, TemplateExporter
     from nbconvert.filters import Highlight2HTML
 
+    notebook = copy.deepcopy(notebook)
+    widgets = notebook.metadata.pop("widgets", {}).get(_WIDGET_STATE, {}).get("state", {})
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             view = output.get("data", {}).pop(_WIDGET_VIEW, None)
             if view:
-                output.data["text/html"] = _static_twin(view["model_id"], notebook)
+                output.data["text/html"] = _static_twin(view["model_id"], widgets)
     exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
     exporter.register_filter("markdown2html", _markdown)
     exporter.register_filter("highlight_code", Highlight2HTML(pygments_lexer="ipython3"))
@@ -208,9 +211,8 @@ def _body(notebook: nbformat.NotebookNode) -> str:
     return TemplateExporter.from_notebook_node(exporter, notebook)[0]
 
 
-def _static_twin(model_id: str, notebook: nbformat.NotebookNode) -> str:
+def _static_twin(model_id: str, models: dict) -> str:
     """What a widget shows without a kernel: the text and pictures of its HTML parts."""
-    models = notebook.metadata.get("widgets", {}).get(_WIDGET_STATE, {}).get("state", {})
 
     def parts(model_id: str) -> list[str]:
         model = models.get(model_id, {})

@@ -10,6 +10,7 @@ import argparse
 import json
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def render(record: dict[str, Any]) -> str:
         "the output against the definition in float64, nearly all of it the rounding of the output to bf16. "
         "`kda-lab ladder` measures yours."
     )
-    return "\n".join([*lines, "", label])
+    return "\n".join([*lines, "", textwrap.fill(label, 120)])
 
 
 def rewrite(readme: str, table: str) -> str:

@@ -1,0 +1,134 @@
+"""kda-lab from outside: what it prints, and that a mistake is one clean line and exit status 2."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from kda_lab import bench, cli, registry
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    try:
+        status = cli.main(list(argv))
+    except SystemExit as stop:  # argparse
+        status = stop.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_module_runs_as_a_program_and_help_names_every_command():
+    done = subprocess.run([sys.executable, "-m", "kda_lab.cli", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    for name in ("tour", "lab", "build", "steps", "ladder", "explore", "doctor", "diff"):
+        assert re.search(rf"^    {name}\b", done.stdout, re.MULTILINE), name
+
+
+def test_help_does_not_import_torch():
+    code = "import sys\nfrom kda_lab import cli\ntry: cli.main(['--help'])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["diff", "1", "9"], "9"),
+        (["diff", "1", "fused_one_kernel"], "cuda"),
+        (["ladder", "--device", "cpu", "--step", "nosuch"], "nosuch"),
+        (["ladder", "-T", "0"], "-T"),
+        (["ladder", "-H", "many"], "-H"),
+        (["explore", "--chunk", "17"], "17"),
+        (["explore", "--lower-bound", "nan"], "lower_bound"),
+        (["explore", "--gate", "nosuch"], "nosuch"),
+        (["tour", "42"], "42"),
+        (["nosuch"], "nosuch"),
+        ([], "COMMAND"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(capsys, monkeypatch, argv, expected):
+    monkeypatch.setattr(bench, "measure_bound", lambda device: bench.Bound(1e11, 1e10))
+    status, out, err = run(capsys, *argv)
+    assert status == 2
+    assert expected in err.strip().splitlines()[-1]
+    assert "Traceback" not in out + err
+
+
+def test_steps_lists_the_registry(capsys):
+    status, out, _ = run(capsys, "steps")
+    assert status == 0
+    assert [line.split()[:2] for line in out.splitlines()] == [[str(s.number), s.slug] for s in registry.steps()]
+
+
+def test_build_prints_the_library(capsys):
+    status, out, _ = run(capsys, "build")
+    assert status == 0
+    assert out.strip().endswith("libkda_cpu.so")
+
+
+def test_diff_is_a_unified_diff_of_the_two_sources(capsys):
+    status, out, _ = run(capsys, "diff", "1", "rebased_ex2")
+    lines = out.splitlines()
+    assert status == 0
+    assert lines[:2] == ["--- 1_naive_exp.cpp", "+++ 2_rebased_ex2.cpp"]
+    assert any(line.startswith("+") and "exp2f" in line for line in lines)
+    assert any(line.startswith("-") and "expf" in line for line in lines)
+    assert "\033" not in out  # no colours into a pipe
+
+
+def test_a_closed_pipe_is_no_traceback():
+    command = f"'{sys.executable}' -m kda_lab.cli diff 1 5 | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.strip() == "--- 1_naive_exp.cpp"
+    assert done.stderr == ""
+
+
+def test_ladder_json_has_machine_bound_and_rows(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "measure_bound", lambda device: bench.Bound(1e11, 1e10))
+    argv = ["ladder", "--device", "cpu", "-T", "32", "-H", "4", "--step", "2", "--step", "factored", "--json"]
+    status, out, err = run(capsys, *argv)
+    record = json.loads(out)
+    assert status == 0
+    assert "step 2" in err
+    assert record["bound"] == {"flops_per_s": 1e11, "bytes_per_s": 1e10}
+    assert [row["step"] for row in record["rows"]] == [2, 3]
+    assert record["machine"]["date"]
+    row = record["rows"][0]
+    assert row["median_ms"] == pytest.approx(sorted(row["samples_ms"])[len(row["samples_ms"]) // 2], rel=0.5)
+
+
+def test_a_refused_step_is_status_1(capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise bench.CheckFailed("step 2 is wrong")
+
+    monkeypatch.setattr(bench, "measure_bound", lambda device: bench.Bound(1e11, 1e10))
+    monkeypatch.setattr(bench, "check", refuse)
+    status, out, _ = run(capsys, "ladder", "--device", "cpu", "-T", "16", "-H", "1", "--step", "2")
+    assert status == 1
+    assert "refused" in out
+    assert "step 2 is wrong" in out
+
+
+def test_explore_prints_the_verdict_and_saves_the_picture(capsys, tmp_path):
+    picture = tmp_path / "é fig.png"
+    status, out, _ = run(capsys, "explore", "--lower-bound", "-5.45", "--chunk", "16", "--save", str(picture))
+    assert status == 0
+    assert "wrong" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_explore_into_a_missing_folder_is_a_clean_error(capsys, tmp_path):
+    status, _, err = run(capsys, "explore", "--save", str(tmp_path / "none" / "fig.png"))
+    assert status == 2
+    assert "No such file" in err
+
+
+def test_doctor_json_agrees_with_its_status(capsys):
+    status, out, _ = run(capsys, "doctor", "--json")
+    facts = json.loads(out)
+    assert status == (1 if any(fact["ok"] is False for fact in facts) else 0)
+    assert {"python", "torch", "C++ compiler", "library", "GPU", "nvcc"} <= {fact["name"] for fact in facts}
