@@ -255,10 +255,14 @@ def _fwd(
 
     if H == 0:
         return  # no tensor has an element but cu_seqlens
-    args = KdaArgs(_STRUCT_BYTES, B, T, H, K, V, N, chunk, scale, lower_bound, **pointers)
-    args.initial_state_dtype = initial_dtype if args.initial_state else NONE  # an empty tensor has no address
-    args.final_state_dtype = final_dtype if args.final_state else NONE
-    args.cu_seqlens_dtype = offsets_dtype
+    args = KdaArgs(
+        _STRUCT_BYTES,
+        *(B, T, H, K, V, N, chunk, scale, lower_bound),
+        initial_state_dtype=initial_dtype if pointers.get("initial_state") else NONE,  # an empty tensor has no address
+        final_state_dtype=final_dtype if pointers.get("final_state") else NONE,
+        cu_seqlens_dtype=offsets_dtype,
+        **pointers,
+    )
     if device_type == "cuda":
         args.device = device.index
         args.stream = torch._C._cuda_getCurrentRawStream(device.index)
