@@ -28,7 +28,7 @@ class Range {
 template <class Body>
 void launch(const char* name, const KdaArgs& args, int64_t blocks, int64_t heads, const Body& body) {
   const Range range(args, name);
-#pragma omp parallel for collapse(2) schedule(dynamic)
+#pragma omp parallel for collapse(2) schedule(dynamic) if (blocks * heads > 1)
   for (int64_t block = 0; block < blocks; ++block) {
     for (int64_t head = 0; head < heads; ++head) body(block, head);
   }

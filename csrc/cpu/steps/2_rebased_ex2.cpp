@@ -2,14 +2,12 @@
 //
 // Idea       e^x = 2^(x log2(e)). Fold log2(e) once, on the host, into the two factors that make the gate's argument
 // and
-//            its result, and every exponent that follows is already in base 2: the exponential needs no change of base.
+//            its result, and every exponent that follows is in base 2 already: no exponential needs a change of base.
 // Changed    From step 1 (`kda-lab diff 1 2`): expf became exp2f, log2(e) went into gate_slope and gate_scale, and
 // names
 //            of logarithms end in _log2. The gate's sigmoid is base 2, too. No other line differs.
-// Profiler   Compare form_L_and_Mqk with step 1's: same number of calls, each a little cheaper. How much is a property
-// of
-//            the C library: both functions end in a table or polynomial for 2^fraction, expf multiplies by log2(e)
-//            first.
+// Profiler   form_L_and_Mqk against step 1's: as many calls, each perhaps a little cheaper. How much is a property of
+//            the C library, where either function is a table and a polynomial and expf multiplies by log2(e) first.
 // Cost       As step 1. On a GPU the difference is one multiplication beside one ex2 instruction (see the CUDA file).
 // Numerics   As step 1. log2(e) is rounded once, in a factor, not in every exponent.
 #include <math.h>

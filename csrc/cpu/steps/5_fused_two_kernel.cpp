@@ -1,20 +1,19 @@
 // Step 5, two kernels: everything that can be done for all chunks at once, then everything that cannot.
 //
 // Idea       prepare takes a chunk and head from its inputs to the six small matrices that recurrence needs, in one go:
-//            the stages of step 3 run on 16 channels at a time, in registers and the L1 cache, and never see memory.
-//            recurrence carries the state from chunk to chunk as products of register tiles.
-// Changed    From step 3 (`kda-lab diff 3 5`): seven passes became two; vectors of channels or values instead of
-// scalars;
-//            the state is kept transposed, [K, values], so that a vector holds one channel of many values and no sum
-//            runs across lanes; beta is folded into INV; k_restored is k_inv times the chunk's decay.
-// Profiler   Two ranges: prepare and recurrence. recurrence does 90 % of the arithmetic and takes nearly all time;
-//            its inner loop should show two fused multiply-adds a cycle and little else.
-// Cost       Per token and head at D = K = V = 128: 117,760 FLOP (prepare 11,264, recurrence 106,496), 3 D
-// exponentials,
-//            2.6 KB of inputs and output, 1.7 KB of workspace written and read.
+//            the stages of step 3 run on a vector of channels at a time, in registers and the L1 cache. recurrence
+//            carries the state from chunk to chunk as products of register tiles.
+// Changed    From step 3 (`kda-lab diff 3 5`): passes over memory became two kernels; vectors instead of scalars; the
+//            state is kept transposed, [K, values], so that a vector holds one channel of many values and no sum runs
+//            across lanes; beta is folded into INV; k_restored is k_inv times the chunk's decay.
+// Profiler   prepare and recurrence take turns on spans of chunks, so that the matrices stay in the cache: add up their
+//            ranges. recurrence does 90 % of the arithmetic in about two thirds of the time; its inner loop should show
+//            nothing but loads and two fused multiply-adds a cycle. prepare waits for memory and for exp2.
+// Cost       Per token and head at K = V = 128: 117,760 FLOP (prepare 11,264, recurrence 106,496), 384 exponentials,
+//            1.3 KB of inputs and output.
 // Numerics   As step 3: fp32, |lower_bound| * 16 <= 87, an exact inverse. exp2 is a polynomial within 1.5 ulp. Sums
-// over j
-//            stop at the diagonal instead of adding zeros: 0 * NaN would carry a NaN to the tokens before it.
+// over
+//            j stop at the diagonal instead of adding zeros: 0 * NaN would carry a NaN to the tokens before it.
 #include <math.h>
 
 #include "../common/arena.h"
@@ -29,7 +28,7 @@ namespace {
 constexpr int kChunk = 16;
 constexpr int kChunkVecs = kChunk / kLanes;
 constexpr int kBlock = 2 * kLanes;   // values of a register tile
-constexpr int64_t kSpanTiles = 128;  // about 3.5 MB at K = 128
+constexpr int64_t kSpanTiles = 256;  // about 7 MB at K = 128
 constexpr float kLog2e = 1.44269504f;
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -56,10 +55,13 @@ struct Tile {
 // What one sequence and head keeps in recurrence, fp32.
 struct Head {
   float* state;  // [value blocks, Kp, kBlock]
+  int64_t Kp;
 
   static Head place(const KdaArgs& args, Arena& arena) {
-    return {arena.floats(value_blocks(args), padded_K(args), kBlock)};
+    return {arena.floats(value_blocks(args), padded_K(args), kBlock), padded_K(args)};
   }
+  float* block(int64_t b) const { return state + b * Kp * kBlock; }  // [Kp, kBlock]
+  float& operator()(int64_t v, int64_t d) const { return block(v / kBlock)[d * kBlock + v % kBlock]; }
 };
 
 // What prepare keeps for one chunk and head while it works, all in the L1 cache.
@@ -116,7 +118,7 @@ void normalize(const KdaArgs& args, const Chunk& chunk, int64_t h, Scratch& scra
     return sqrtf(sum_of_lanes(squares) + 1e-6f);
   };
   const float scale = static_cast<float>(args.scale);
-  for (int64_t i = 0; i < chunk.tokens; ++i) {
+  for (int64_t i = 0; i < chunk.tokens; ++i) {  // rows of a head are far apart: ask for all before the first is needed
     for (const void* tensor : {args.q, args.k, args.g}) {
       const bf16* x = token(tensor, args, args.K, chunk.first_row + i, h);
       for (int64_t d = 0; d < args.K; d += 32) __builtin_prefetch(x + d);
@@ -295,24 +297,10 @@ void recurrence(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t v, c
   update_state(args, tile, S, U);
 }
 
-// The state is [V, K] outside and [value blocks, Kp, kBlock] inside.
-void load_blocks(const KdaArgs& args, int64_t n, int64_t h, const Head& head) {
-  const int64_t Kp = padded_K(args);
-  std::fill_n(head.state, value_blocks(args) * Kp * kBlock, 0.0f);
-  load_state(args, n, h,
-             [&](int64_t v, int64_t d) -> float& { return head.state[(v / kBlock * Kp + d) * kBlock + v % kBlock]; });
-}
-
-void store_blocks(const KdaArgs& args, int64_t n, int64_t h, const Head& head) {
-  const int64_t Kp = padded_K(args);
-  store_state(args, n, h,
-              [&](int64_t v, int64_t d) -> float& { return head.state[(v / kBlock * Kp + d) * kBlock + v % kBlock]; });
-}
-
-// Chunks of each sequence that prepare does before recurrence takes over: enough work for all threads, and few enough
-// that what one writes is still in the cache when the other reads it.
+// Chunks of each sequence that prepare does before recurrence takes over: enough work for all threads, few enough that
+// what one writes is still in the cache when the other reads it.
 int64_t span_chunks(const KdaArgs& args) {
-  return std::clamp<int64_t>(kSpanTiles / std::max<int64_t>(1, args.N * args.H), 1, 16);
+  return std::clamp<int64_t>(kSpanTiles / std::max<int64_t>(1, args.N * args.H), 1, 64);
 }
 
 }  // namespace
@@ -331,7 +319,11 @@ void forward(const KdaArgs& args) {
   const Records<Tile> tiles(args, args.N * span, arena);
   const Records<Head> heads(args, args.N, arena);
 
-  launch("load_state", args, args.N, args.H, [&](int64_t n, int64_t h) { load_blocks(args, n, h, heads.at(n, h)); });
+  launch("load_state", args, args.N, args.H, [&](int64_t n, int64_t h) {
+    const Head head = heads.at(n, h);
+    std::fill_n(head.state, value_blocks(args) * head.Kp * kBlock, 0.0f);
+    load_state(args, n, h, head);
+  });
   int64_t most_tokens = 0;
   for (const Sequence& sequence : sequences) most_tokens = std::max(most_tokens, sequence.tokens);
   for (int64_t begin = 0; begin < most_tokens; begin += span * kChunk) {
@@ -341,14 +333,14 @@ void forward(const KdaArgs& args) {
     });
     launch("recurrence", args, args.N * args.H, value_blocks(args), [&](int64_t nh, int64_t block) {
       const int64_t n = nh / args.H, h = nh % args.H;
-      float* S = heads.at(n, h).state + block * padded_K(args) * kBlock;
+      float* S = heads.at(n, h).block(block);
       for (int64_t i = 0; i < span; ++i) {
         const Chunk chunk = chunk_at(args, sequences[n], begin + i * kChunk);
         if (chunk.tokens > 0) recurrence(args, chunk, h, block * kBlock, tiles.at(n * span + i, h), S);
       }
     });
   }
-  launch("store_state", args, args.N, args.H, [&](int64_t n, int64_t h) { store_blocks(args, n, h, heads.at(n, h)); });
+  launch("store_state", args, args.N, args.H, [&](int64_t n, int64_t h) { store_state(args, n, h, heads.at(n, h)); });
 }
 
 }  // namespace kda::cpu::step5
