@@ -82,7 +82,8 @@ def record(out: Path, parts: Iterable[str] = PARTS, *, quick: bool = False) -> d
                 recording["rows"] += _collect(rows, _ladder_line)
                 _write(out / "ladder.json", recording)
         elif part == "sass":
-            evidence.sass(out, print)
+            major, minor = torch.cuda.get_device_capability()
+            evidence.code(out, print, f"sm_{major}{minor}")
         elif part == "profiles":
             evidence.profiles(out, print)
             evidence.kernel_events(out, print)

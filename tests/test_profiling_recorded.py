@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import shutil
@@ -11,6 +12,7 @@ from test_profiling_readers import write_nsys
 
 from kda_lab.profiling import recorded
 from kda_lab.profiling.table import ReportError
+from kda_lab.sass import Kernel
 
 
 @pytest.fixture
@@ -21,7 +23,9 @@ def recording(tmp_path):
         (tmp_path / folder).mkdir()
     export = write_nsys(tmp_path / "export.sqlite").read_bytes()
     (tmp_path / "nsys/5_fused_two_kernel.sqlite.gz").write_bytes(gzip.compress(export))
-    (tmp_path / "sass/5_fused_two_kernel.sass.gz").write_bytes(gzip.compress(b"MUFU.EX2"))
+    kernel = Kernel("prepare", "_Z7prepare", ("MUFU.EX2 R1, R2", "EXIT"), 40, 0, 0, 0, 0)
+    code = json.dumps({"prepare": dataclasses.asdict(kernel)}).encode()
+    (tmp_path / "sass/5_fused_two_kernel.json.gz").write_bytes(gzip.compress(code))
     return recorded.load(tmp_path)
 
 
@@ -32,7 +36,7 @@ def test_a_recording_is_labelled_with_its_machine_and_date(recording):
 def test_reports_are_found_by_number_slug_or_name(recording):
     for step in (5, "5", "fused_two_kernel", "5_fused_two_kernel"):
         assert recording.nsys(step).of("kernel")
-    assert recording.sass(5) == "MUFU.EX2"
+    assert recording.sass(5)["prepare"].instructions == ("MUFU.EX2 R1, R2", "EXIT")
 
 
 def test_what_is_not_there_is_none(recording):

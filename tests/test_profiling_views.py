@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kda_lab.profiling import figures, metrics, roofline, sass_view, timeline
+from kda_lab.profiling import figures, metrics, roofline, sass_view, table, timeline
 from kda_lab.profiling.explorer import timeline_explorer
 from kda_lab.profiling.ncu import Launch, Report
 from kda_lab.profiling.timeline import Span
+from kda_lab.sass import Kernel
 
 CEILINGS = {"copy_bytes_per_s": 4e12, "bf16_flops_per_s": 8e14, "fp32_flops_per_s": 5e13, "exponentials_per_s": 4e12}
 
@@ -35,6 +36,10 @@ def report(*launches: Launch) -> Report:
     return Report(Path("report.ncu-rep"), launches)
 
 
+def kernel_code(name: str, spill_store_bytes: int, *instructions: str) -> Kernel:
+    return Kernel(name, name, instructions, 40, 0, spill_store_bytes, 0, 0)
+
+
 TWO = report(launch("prepare", 200e3, 300e6, 100e6), launch("recurrence", 100e3, 200e6, 0.0))
 
 
@@ -50,7 +55,10 @@ def test_kernels_have_their_share_of_the_copy_bandwidth():
     first, second = metrics.kernels(TWO, CEILINGS["copy_bytes_per_s"])
     assert first["share_of_copy"] == pytest.approx(400e6 / 200e-6 / 4e12)
     assert second["share_of_copy"] == pytest.approx(0.5)
-    assert metrics.kernels(TWO, None)[0]["share_of_copy"] is None
+    bare = metrics.kernels(TWO)[0]
+    assert bare["share_of_copy"] is bare["spill_bytes"] is None
+    spilling = kernel_code("prepare", 24, "STL")
+    assert metrics.kernels(TWO, code={"prepare": spilling})[0]["spill_bytes"] == 24
 
 
 def test_stalls_and_occupancy_name_what_holds_a_kernel_back():
@@ -137,24 +145,29 @@ def test_the_explorer_zooms_by_slider_and_button():
     assert "no kernel on the GPU" in explorer.status.value
 
 
-EXP = """
-        /*0070*/                   FFMA.SAT R3, R0, 0.0057249800302088260651, R5 ;   /* 0x3bbb989d00037423 */
-        /*0080*/                   FMUL R4, R4, R5 ;                                 /* 0x0000000504047220 */
-        /*0090*/               @P0 MUFU.EX2 R4, R4 ;                                 /* 0x0000000400047308 */
-        /*00a0*/                   EXIT ;                                            /* 0x000000000000794d */
-"""
-EX2 = """
-        /*0070*/                   MUFU.EX2 R9, R9 ;                                 /* 0x0000000400047308 */
-        /*0080*/                   EXIT ;                                            /* 0x000000000000794d */
-"""
-
-
 def test_machine_code_side_by_side_marks_the_exponential_and_ignores_registers():
-    shown = sass_view.side_by_side(EXP, EX2, ("naive_exp", "rebased_ex2"))
-    assert "naive_exp: 4 instructions, 2 of the exponential. rebased_ex2: 2 instructions, 1 of the exponential" in repr(
-        shown
-    )
-    lines = repr(shown).splitlines()
+    exp = kernel_code("gate", 0, "FFMA.SAT R3, R0, 0.0057, R5", "FMUL R4, R4, R5", "@P0 MUFU.EX2 R4, R4", "EXIT")
+    ex2 = kernel_code("gate", 0, "MUFU.EX2 R9, R9", "EXIT")
+    shown = sass_view.side_by_side(exp, ex2, ("naive_exp", "rebased_ex2"))
+    caption, *lines = repr(shown).splitlines()
+    assert "naive_exp: 4 instructions, 2 of the exponential, 40 registers" in caption
+    assert "rebased_ex2: 2 instructions, 1 of the exponential" in caption
     assert any(line.startswith("- ▸ FFMA.SAT R3") for line in lines)
     assert any(line.startswith("  ▸ @P0 MUFU.EX2 R4, R4") and "MUFU.EX2 R9, R9" in line for line in lines)
     assert "FFMA.SAT" in shown._repr_html_()
+
+
+def test_machine_code_of_a_step_is_chosen_by_kernel():
+    shown = sass_view.of_steps(1, 2, kernel="gate")
+    assert repr(shown).startswith("1: gate<16>: ")
+    assert "- ▸ FFMA.SAT" in repr(shown)
+    with pytest.raises(ValueError, match="no kernel 'gates'; it has gate<16>"):
+        sass_view.of_steps(1, kernel="gates")
+
+
+@pytest.mark.parametrize(
+    ("full", "instance"),
+    [("void kda::step1::gate<(int)16>(Args)", "gate<16>"), ("kda::step0::recurrence(Args<3>)", "recurrence")],
+)
+def test_kernels_of_reports_are_found_in_the_machine_code(full, instance):
+    assert table.instance_name(full) == instance

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
+import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from kda_lab import bench, registry
+from kda_lab import bench, registry, sass
 from kda_lab.profiling import collect
 from kda_lab.profiling.tools import ProfilingError
 
@@ -54,16 +56,13 @@ def kernel_events(out: Path, report: Callable[[str], None]) -> None:
             report(f"{path.relative_to(out)}: {path.read_text(encoding='utf-8').strip()}")
 
 
-def sass(out: Path, report: Callable[[str], None]) -> None:
-    """The machine code of every CUDA step for this GPU, to out/sass/<step>.sass.gz."""
-    from kda_lab import sass as listings
-
-    major, minor = torch.cuda.get_device_capability()
+def code(out: Path, report: Callable[[str], None], arch: str = "sm_90a") -> None:
+    """The machine code and resources of every CUDA step's kernels for one architecture, to out/sass/<step>.json.gz."""
     (out / "sass").mkdir(parents=True, exist_ok=True)
     for step in registry.steps():
-        if "cuda" not in step.devices:
-            continue
-        text = listings.listing(listings.compile_step(step.number, arch=f"sm_{major}{minor}a"))
-        path = out / "sass" / f"{step.name}.sass.gz"
-        path.write_bytes(gzip.compress(text.encode(), mtime=0))
-        report(f"{path.relative_to(out)}: {path.stat().st_size / 1e3:.0f} kB")
+        if "cuda" in step.devices:
+            kernels = sass.kernels(sass.compile_step(step.number, arch))
+            content = json.dumps({name: dataclasses.asdict(kernel) for name, kernel in kernels.items()})
+            path = out / "sass" / f"{step.name}.json.gz"
+            path.write_bytes(gzip.compress(content.encode(), mtime=0))
+            report(f"{path.relative_to(out)}: {path.stat().st_size / 1e3:.0f} kB")

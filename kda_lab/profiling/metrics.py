@@ -7,7 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kda_lab.profiling import table
 from kda_lab.profiling.ncu import Report
+from kda_lab.sass import Kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,12 +121,19 @@ def traffic(report: Report, kernel: str) -> dict[str, float | None]:
     return {"time_s": time, "bytes": None if read is None or written is None else read + written}
 
 
-def kernels(report: Report, copy_bytes_per_s: float | None) -> list[dict[str, Any]]:
-    """A row for each kernel: time, bytes moved, their rate as a share of a copy's, registers, occupancy."""
+def kernels(
+    report: Report, copy_bytes_per_s: float | None = None, code: Mapping[str, Kernel] | None = None
+) -> list[dict[str, Any]]:
+    """A row for each kernel: time, bytes moved, their rate as a share of a copy's, registers, spills, occupancy.
+
+    code: the step's machine code, for the spills; what is not known is None.
+    """
     rows = []
     for kernel in report.kernels:
         moved = traffic(report, kernel)
         known = None not in (*moved.values(), copy_bytes_per_s)
+        full_name = next(launch.full_name for launch in report.launches if launch.kernel == kernel)
+        compiled = (code or {}).get(table.instance_name(full_name))
         rows.append(
             {
                 "kernel": kernel,
@@ -132,7 +141,7 @@ def kernels(report: Report, copy_bytes_per_s: float | None) -> list[dict[str, An
                 "bytes": moved["bytes"],
                 "share_of_copy": moved["bytes"] / moved["time_s"] / copy_bytes_per_s if known else None,
                 "registers": mean(report, kernel, "launch__registers_per_thread"),
-                "local_bytes": mean(report, kernel, "launch__local_mem_per_thread"),
+                "spill_bytes": None if compiled is None else compiled.spill_store_bytes + compiled.spill_load_bytes,
                 "occupancy": mean(report, kernel, "sm__warps_active.avg.pct_of_peak_sustained_active"),
             }
         )

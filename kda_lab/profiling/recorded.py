@@ -24,6 +24,7 @@ from kda_lab.profiling.collect import SUFFIXES
 from kda_lab.profiling.ncu import Report
 from kda_lab.profiling.table import ReportError
 from kda_lab.profiling.timeline import Timeline
+from kda_lab.sass import Kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +66,19 @@ class Recording:
         """Microseconds of each kernel by CUDA events, with no profiler attached."""
         return self._json(f"events/{_name(step)}.json")
 
-    def sass(self, step: int | str) -> str | None:
-        """The machine code of a step's kernels."""
-        path = self.folder / "sass" / f"{_name(step)}.sass.gz"
-        return gzip.decompress(path.read_bytes()).decode() if path.exists() else None
+    def sass(self, step: int | str) -> dict[str, Kernel] | None:
+        """The machine code and resources of a step's kernels."""
+        path = self.folder / "sass" / f"{_name(step)}.json.gz"
+        if not path.exists():
+            return None
+        try:
+            content = json.loads(gzip.decompress(path.read_bytes()))
+        except (ValueError, EOFError, gzip.BadGzipFile) as error:
+            raise ReportError(f"{path} is damaged: {error}") from None
+        return {
+            name: Kernel(**{**kernel, "instructions": tuple(kernel["instructions"])})
+            for name, kernel in content.items()
+        }
 
     def agreement(self, step: int | str) -> list[dict[str, Any]]:
         """Each kernel's time in µs by CUDA events, Nsight Systems, torch.profiler and Nsight Compute, and their spread.

@@ -44,6 +44,13 @@ def value(rows: Sequence[Row], kernel: str, metric: str) -> float | None:
     return next((r["AvgValue"] for r in rows if r["Kernel"] == kernel and r["Metric"] == metric), None)
 
 
+def instance_name(kernel: str) -> str:
+    """As short_name, with the numbers among the template arguments: void kda::gate<(int)16>(...) is gate<16>."""
+    arguments = re.search(rf"\b{re.escape(short_name(kernel))}<(.*?)>\(", kernel)
+    numbers = re.findall(r"\d+", arguments[1]) if arguments else []
+    return f"{short_name(kernel)}<{', '.join(numbers)}>" if numbers else short_name(kernel)
+
+
 def text(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     """Rows as aligned plain text. `columns` maps a key to its heading; a missing or None value is "not measured"."""
     if not rows:
