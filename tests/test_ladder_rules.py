@@ -109,7 +109,7 @@ LAYERS = (
     ("native", "inputs", "annotate", "compare"),
     ("registry", "reference", "rounding"),
     ("ops", "sass"),
-    ("numeric_range", "bench", "peers"),
+    ("numeric_range", "bench", "microbench", "peers"),
     ("profiling", "doctor"),
     ("record", "claims", "plots"),
     ("show",),
