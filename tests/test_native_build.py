@@ -73,28 +73,36 @@ def test_two_processes_at_once_build_once(csrc, compiler, tmp_path):
     assert [status for status, _, _ in results] == [0, 0], results
     assert results[0][1] == results[1][1] != ""
     assert sum("waiting for another process" in stderr for _, _, stderr in results) == 1
+    assert sum("built libkda_cpu" in stderr for _, _, stderr in results) == 1
     assert compilations(tmp_path) == 1
 
 
 def test_nothing_of_a_killed_build_is_used(csrc, compiler, tmp_path):
-    (tmp_path / "slow").touch()
+    (csrc / "cpu" / "other.cpp").write_text("int other() { return 1; }")
+    with open(csrc / "CMakeLists.txt", "a") as lists:
+        lists.write("target_sources(kda_cpu PRIVATE cpu/other.cpp)\n")
     environment = native_stub.environment(csrc, tmp_path / "cache", CXX=str(compiler))
+    status, first, stderr = native_stub.finish(native_stub.start_build(environment))
+    assert status == 0, stderr
+
+    native_stub.edit(csrc, "#define STUB_VALUE 7", "#define STUB_VALUE 8")
+    (tmp_path / "slow").touch()
     killed = native_stub.start_build(environment)
-    wait_for(lambda: compilations(tmp_path) == 1, "the compilation")
+    wait_for(lambda: compilations(tmp_path) == 2, "the second compilation")
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate()
-    assert not list((tmp_path / "cache").glob("libraries/*/*.so"))
+    assert [str(path) for path in (tmp_path / "cache").glob("libraries/*/*.so")] == [first]
     (tmp_path / "slow").unlink()
 
-    # Worse than what a kill leaves: a finished, newer object file that is rubbish.
-    (tree,) = (tmp_path / "cache" / "trees").glob("cpu-*/")
-    rubbish = tree / "build" / "CMakeFiles" / "kda_cpu.dir" / "cpu" / "stub.cpp.o"
-    rubbish.parent.mkdir(parents=True, exist_ok=True)
+    # Worse than what a kill leaves: an object file of that tree, finished and newer than its source, is rubbish.
+    (rubbish,) = (tmp_path / "cache").glob("trees/*/build/CMakeFiles/kda_cpu.dir/cpu/other.cpp.o")
+    before = rubbish.stat()
     rubbish.write_bytes(b"half an object file")
-    status, path, stderr = native_stub.finish(native_stub.start_build(environment))
+    os.utime(rubbish, ns=(before.st_atime_ns, before.st_mtime_ns))
+    status, second, stderr = native_stub.finish(native_stub.start_build(environment))
     assert status == 0, stderr
-    assert Path(path).is_file()
-    assert not (tree / "unfinished").exists()
+    assert second != first
+    assert not list((tmp_path / "cache").glob("trees/*/unfinished"))
 
 
 def flip_a_byte(library: Path) -> None:
