@@ -1,13 +1,14 @@
 """Measure everything on this GPU and write it down: ``python -m kda_lab.record --out DIR [--quick] [--only PART ...]``.
 
 Parts, in the order they run:
-    ceilings   copy bandwidth and bf16 and fp32 matrix rates of this GPU, in the same run as everything else
-    accuracy   errors against float64 by regime and length, beside the published kernel's
-    golden     errors on the golden cases
-    ladder     every step and peer on every shape: checked, then timed, interleaved
-    sass       the machine code of every step
-    profiles   reports of Nsight Compute, Nsight Systems and torch.profiler for every step at one shape, and from them
-               per kernel: time, bytes moved, share of the copy bandwidth, registers, spills, occupancy
+    ceilings     what this GPU reaches in the same run as all else: copy bandwidth, matrix products, exponentials
+    exponential  every form of the exponential on registers, and the gate stage alone in every form
+    accuracy     errors against float64 by regime and length, beside the published kernel's
+    golden       errors on the golden cases
+    ladder       every step and peer on every shape: checked, then timed, interleaved
+    sass         the machine code of every step
+    profiles     reports of Nsight Compute, Nsight Systems and torch.profiler for every step at one shape, and each
+                 kernel's time by CUDA events with no profiler attached
 
 It writes DIR/ladder.json (also after each shape, so that a run cut short keeps what it measured) and, beside it, the
 reports of `profiles` and `sass` with a machine.json. Put DIR at kda_lab/data/recorded/<gpu> to ship it.
@@ -24,10 +25,10 @@ from typing import Any
 
 import torch
 
-from kda_lab import native, peers
+from kda_lab import microbench, native, peers
 from kda_lab.profiling import accuracy, evidence, ladder, machine
 
-PARTS = ("ceilings", "accuracy", "golden", "ladder", "sass", "profiles")
+PARTS = ("ceilings", "exponential", "accuracy", "golden", "ladder", "sass", "profiles")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,6 +69,12 @@ def record(out: Path, parts: Iterable[str] = PARTS, *, quick: bool = False) -> d
         if part == "ceilings":
             recording["ceilings"] = evidence.ceilings()
             print(json.dumps(recording["ceilings"], indent=1))
+        elif part == "exponential":
+            recording["exponential"] = {"throughput": microbench.exp_throughput(), "gate": microbench.gate()}
+            for row in recording["exponential"]["throughput"]:
+                print(f"{row['form']:<28} {row['results_per_clock_per_sm']:.2f} results a clock and multiprocessor")
+            for row in recording["exponential"]["gate"]:
+                print(f"gate stage, {row['form']:<16} {row['median_ms']:.4f} ms")
         elif part == "accuracy":
             lengths = accuracy.LENGTHS[:2] if quick else accuracy.LENGTHS
             recording["accuracy"] = _collect(accuracy.by_regime(found, lengths), _accuracy_line)

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from kda_lab import bench, registry, sass
-from kda_lab.profiling import collect
+from kda_lab import bench, microbench, registry, sass
+from kda_lab.profiling import collect, machine
 from kda_lab.profiling.tools import ProfilingError
 
 TEACHING_SHAPE = {"B": 1, "T": 8192, "H": 96, "chunk": 16}
 
 
 def ceilings() -> dict[str, float]:
-    """What this GPU reaches just now: copy bandwidth, bf16 tensor-core and fp32 matrix rates, per second."""
+    """What this GPU reaches just now, per second: a copy's bytes, bf16 and fp32 matrix products, exponentials."""
     bound = bench.measure_bound("cuda")
     n = 8192
     a, b, out = (torch.randn(n, n, device="cuda") for _ in range(3))
@@ -28,7 +28,16 @@ def ceilings() -> dict[str, float]:
         "copy_bytes_per_s": bound.bytes_per_s,
         "bf16_flops_per_s": bound.flops_per_s,
         "fp32_flops_per_s": 2 * n**3 / (fp32_ms / 1e3),
+        "exponentials_per_s": _exponentials_per_s(),
     }
+
+
+def _exponentials_per_s() -> float | None:
+    """The best form's results a clock, on all multiprocessors, at the clock the GPU runs at right after."""
+    rows = microbench.exp_throughput()
+    clock_mhz = machine.clocks()["clocks.sm"]
+    best = max(row["results_per_clock_per_sm"] * row["sms"] for row in rows)
+    return None if clock_mhz is None else best * clock_mhz * 1e6
 
 
 def bound(measured: dict[str, float]) -> bench.Bound:
