@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 import kda_lab
 from kda_lab import reference
 from kda_lab.compare import assert_close, output_tolerance, state_tolerance
@@ -37,3 +40,8 @@ def assert_right(
     rms = max(state_rms, state_tolerance(expected.final_state, result.final_state.dtype))
     assert_close(result.final_state, expected.final_state, rms=rms, name=f"final_state of {step}")
     return result
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bit patterns of bf16 or fp32 values: equal bits is a stronger claim than equal values, and NaN takes part."""
+    return x.contiguous().view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)

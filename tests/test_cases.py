@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ladder import ANY_BOUND, CHUNKS, STEPS, STEPS_AND_CHUNKS, assert_right
+from ladder import ANY_BOUND, CHUNKS, STEPS, STEPS_AND_CHUNKS, assert_right, bits
 from torch import Tensor
 
 import kda_lab
@@ -174,10 +174,6 @@ def poison_g(inputs: Inputs, row: int, token: int, head: int) -> Inputs:
 
 
 POISONS = [poison_v, poison_beta, poison_g]
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
 
 
 @pytest.mark.parametrize(("step", "chunk"), STEPS_AND_CHUNKS)

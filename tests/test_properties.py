@@ -48,10 +48,6 @@ def problems(draw: st.DrawFn, *, packed: bool | None = None, shortest: int = 1) 
     )
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
-
-
 @given(problems(), steps_and_chunks)
 @settings(max_examples=200)
 def test_every_step_is_the_definition(inputs: Inputs, step_and_chunk: tuple[str, int]) -> None:
@@ -86,7 +82,7 @@ def test_later_tokens_never_change_earlier_outputs(
         changed[name][:, first_changed:] = getattr(other, name)[:, first_changed:]
     before = kda_lab.forward(inputs, step=step, chunk=chunk).out
     after = kda_lab.forward(inputs.with_(**changed), step=step, chunk=chunk).out
-    assert torch.equal(bits(before[:, :first_changed]), bits(after[:, :first_changed]))
+    assert torch.equal(ladder.bits(before[:, :first_changed]), ladder.bits(after[:, :first_changed]))
 
 
 @given(problems(packed=True), steps_and_chunks)
@@ -97,8 +93,8 @@ def test_packed_sequences_are_what_they_are_alone(inputs: Inputs, step_and_chunk
         rows = {name: getattr(inputs, name)[:, begin:end] for name in ("q", "k", "v", "g", "beta")}
         state = None if inputs.initial_state is None else inputs.initial_state[n : n + 1]
         alone = kda_lab.forward(inputs.with_(**rows, initial_state=state, cu_seqlens=None), step=step, chunk=chunk)
-        assert torch.equal(bits(packed.out[:, begin:end]), bits(alone.out))
-        assert torch.equal(bits(packed.final_state[n]), bits(alone.final_state[0]))
+        assert torch.equal(ladder.bits(packed.out[:, begin:end]), ladder.bits(alone.out))
+        assert torch.equal(ladder.bits(packed.final_state[n]), ladder.bits(alone.final_state[0]))
 
 
 @given(problems(packed=False), steps_and_chunks)
@@ -108,8 +104,8 @@ def test_batch_rows_are_packed_sequences_of_one_length(inputs: Inputs, step_and_
     offsets = torch.arange(inputs.B + 1) * inputs.T
     batched = kda_lab.forward(inputs, step=step, chunk=chunk)
     packed = kda_lab.forward(inputs.with_(**rows, cu_seqlens=offsets), step=step, chunk=chunk)
-    assert torch.equal(bits(batched.out.flatten(0, 1)[None]), bits(packed.out))
-    assert torch.equal(bits(batched.final_state), bits(packed.final_state))
+    assert torch.equal(ladder.bits(batched.out.flatten(0, 1)[None]), ladder.bits(packed.out))
+    assert torch.equal(ladder.bits(batched.final_state), ladder.bits(packed.final_state))
 
 
 @given(problems(packed=False, shortest=2), steps_and_chunks, st.data())
@@ -130,8 +126,8 @@ def test_two_halves_with_the_state_carried_are_the_whole(
     second = kda_lab.forward(part(slice(cut, None), first.final_state), step=step, chunk=chunk)
     out = torch.cat([first.out, second.out], dim=1)
     if cut % chunk == 0 or step == "token_by_token":  # the same chunks: not a bit may differ
-        assert torch.equal(bits(out), bits(whole.out))
-        assert torch.equal(bits(second.final_state), bits(whole.final_state))
+        assert torch.equal(ladder.bits(out), ladder.bits(whole.out))
+        assert torch.equal(ladder.bits(second.final_state), ladder.bits(whole.final_state))
     else:
         assert_close(second.final_state, whole.final_state, rms=1e-5, name="final_state")
         assert_close(out.double(), whole.out.double(), rms=2e-3)  # sums differ in fp32, a few bf16 roundings with them
@@ -149,8 +145,8 @@ def test_heads_do_not_meet(inputs: Inputs, step_and_chunk: tuple[str, int]) -> N
         step=step,
         chunk=chunk,
     )
-    assert torch.equal(bits(together.out[:, :, head:]), bits(alone.out))
-    assert torch.equal(bits(together.final_state[:, head:]), bits(alone.final_state))
+    assert torch.equal(ladder.bits(together.out[:, :, head:]), ladder.bits(alone.out))
+    assert torch.equal(ladder.bits(together.final_state[:, head:]), ladder.bits(alone.final_state))
 
 
 @given(problems(), steps_and_chunks)
@@ -158,5 +154,5 @@ def test_heads_do_not_meet(inputs: Inputs, step_and_chunk: tuple[str, int]) -> N
 def test_a_run_repeats_bit_for_bit(inputs: Inputs, step_and_chunk: tuple[str, int]) -> None:
     step, chunk = step_and_chunk
     first, again = (kda_lab.forward(inputs, step=step, chunk=chunk) for _ in range(2))
-    assert torch.equal(bits(first.out), bits(again.out))
-    assert torch.equal(bits(first.final_state), bits(again.final_state))
+    assert torch.equal(ladder.bits(first.out), ladder.bits(again.out))
+    assert torch.equal(ladder.bits(first.final_state), ladder.bits(again.final_state))

@@ -83,6 +83,16 @@ def test_the_torch_twin_is_equal(shape: dict) -> None:
     assert_close(twin.final_state, expected.final_state, rms=1e-13, name="final_state")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_torch_twin_is_equal_on_a_gpu(shape: dict) -> None:
+    inputs = small(**shape)
+    expected, twin = reference.recurrent(inputs), reference.recurrent_torch(inputs, device="cuda")
+    assert twin.out.device.type == twin.final_state.device.type == "cuda"
+    assert_close(twin.out, expected.out, rms=1e-13)
+    assert_close(twin.final_state, expected.final_state, rms=1e-13, name="final_state")
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("chunk", [8, 16, 64])
 def test_the_chunk_form_is_equal(shape: dict, chunk: int) -> None:

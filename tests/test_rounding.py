@@ -40,6 +40,14 @@ def test_without_roundings_it_is_the_definition(shape: dict, chunk: int) -> None
     assert_close(result.final_state, expected.final_state, rms=1e-12, name="final_state")
 
 
+@pytest.mark.gpu
+def test_a_gpu_rounds_like_the_cpu(ordinary: Inputs) -> None:
+    here, there = rounding.forward(ordinary), rounding.forward(ordinary.to("cuda"))
+    assert_close(there.out, here.out, rms=3e-3)  # sums in another order, so a few roundings fall the other way
+    exact = rounding.forward(ordinary.to("cuda"), Rounding.exact())
+    assert_close(exact.out, reference.recurrent(ordinary).out, rms=1e-12)
+
+
 def test_the_published_roundings_are_the_default(ordinary: Inputs) -> None:
     assert Rounding.published() == Rounding()
     default, published = rounding.forward(ordinary), rounding.forward(ordinary, Rounding.published())
