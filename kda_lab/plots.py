@@ -192,6 +192,9 @@ def error_by_regime_figure(errors: Mapping[str, Mapping[str, float | None]], of:
         axes.plot(values, at, marker, color=colour, label=name, markersize=7)
     axes.set(yticks=range(len(regimes)), yticklabels=regimes, xlabel=f"error of the {of} against float64 (log scale)")
     axes.set_ylim(len(regimes) - 0.5, -0.5)
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, high / 100), high * 2)  # two decades at least: small differences are to look small
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     _tidy(axes)
     measured = [(e, name, regime) for name, by in errors.items() for regime, e in by.items() if e is not None]

@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NOT_MEASURED = "not measured"
+# Inline, because JupyterLab's own rules for tables and <pre> outweigh a stylesheet in an output.
 _CAPTION = 'style="text-align:left; white-space:nowrap"'
+_UNWRAPPED = 'style="white-space:pre; overflow-x:auto"'
 
 # Colours come from JupyterLab's theme, with a fallback after the comma for other pages. No meaning rests on them:
 # changed lines carry + and -, marked lines an arrow. JupyterLab strips <style> from a notebook it does not trust yet;
 # code still looks like code then, because it is in a <pre>.
 _STYLE = """
-pre.kda-code { line-height: 1.4; margin: 0; white-space: pre; overflow-x: auto; }
+pre.kda-code { line-height: 1.4; margin: 0; }
 pre.kda-code .kda-line { color: var(--jp-content-font-color2, #5c5c5c); user-select: none; }
 pre.kda-code .kda-marked { background: rgba(230, 159, 0, 0.25); }
 pre.kda-code .kda-added { background: rgba(0, 158, 115, 0.22); }
@@ -145,16 +147,18 @@ def python_source(function: Callable, mark: str | None = None) -> Html:
 def diff(before: int | str, after: int | str, stage: str | None = None, device: str = "cpu", context: int = 2) -> Html:
     """What changes from one step's source to another's; of one function only, when `stage` is given.
 
-    Unchanged lines are left out but for `context` of them around every change.
+    The comment at the top of a file, its manual, is left out; so are unchanged lines, but for `context` of them around
+    every change. Lines that differ in white space only count as unchanged.
     """
     paths = [_source_path(step, device) for step in (before, after)]
     if stage is None:
-        (first_a, a), (first_b, b) = ((1, path.read_text(encoding="utf-8").splitlines()) for path in paths)
+        (first_a, a), (first_b, b) = map(_without_manual, paths)
     else:
         (first_a, a), (first_b, b) = (find_function(path, stage) for path in paths)
     rows: list[tuple[str, int | None, int | None, str]] = []
     end = 0
-    for group in difflib.SequenceMatcher(None, a, b, autojunk=False).get_grouped_opcodes(context):
+    words = ([" ".join(line.split()) for line in lines] for lines in (a, b))
+    for group in difflib.SequenceMatcher(None, *words, autojunk=False).get_grouped_opcodes(context):
         if skipped := group[0][1] - end:
             rows.append(("skipped", None, None, f"… {_lines(skipped)} unchanged"))
         for tag, a0, a1, b0, b1 in group:
@@ -227,6 +231,13 @@ def _blank_comments(text: str) -> str:
     return re.sub(pattern, lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.DOTALL)
 
 
+def _without_manual(path: Path) -> tuple[int, list[str]]:
+    """(first line's number, lines) of a source file from its first line that is no comment."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    first = next((i for i, line in enumerate(lines) if not line.startswith("//")), 0)
+    return first + 1, lines[first:]
+
+
 def _lines(count: int) -> str:
     return "1 line" if count == 1 else f"{count} lines"
 
@@ -269,7 +280,7 @@ def _code_block(caption: str, markup: Sequence[str], text: Sequence[str]) -> Htm
     style = _STYLE + "\n".join(HtmlFormatter(style=JupyterStyle).get_token_style_defs("pre.kda-code"))
     code = "\n".join(markup)
     return Html(
-        f'<style>{style}</style><p><em>{html.escape(caption)}</em></p><pre class="kda-code">{code}</pre>',
+        f'<style>{style}</style><p><em>{html.escape(caption)}</em></p><pre class="kda-code" {_UNWRAPPED}>{code}</pre>',
         "\n".join([caption, *text]),
     )
 

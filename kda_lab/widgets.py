@@ -152,7 +152,8 @@ def _slider(
     slider = ipywidgets.FloatSlider(value, min=low, max=high, step=step, description=name, readout=False, style=_LABEL)
     box = ipywidgets.BoundedFloatText(value, min=low, max=high, step=step, layout={"width": "6em"})
     slider.tooltip, box.tooltip = f"{name}: arrow keys move it by {step:g}", f"{name} as a number, {low:g} to {high:g}"
-    ipywidgets.link((slider, "value"), (box, "value"))
+    # Rounded, because a slider counts in steps and would show -5.449999999999999.
+    ipywidgets.link((slider, "value"), (box, "value"), transform=(lambda v: round(v, 3), lambda v: v))
     return slider, ipywidgets.HBox([slider, box])
 
 

@@ -113,6 +113,19 @@ def test_diff_counts_and_signs_the_changed_lines(steps):
     assert [attrs.get("class") for _, attrs in tags].count("kda-added") == 1
 
 
+def test_diff_leaves_out_the_manual_and_changes_of_white_space(steps):
+    changed = (
+        steps[2]
+        .read_text(encoding="utf-8")
+        .replace("The manual", "Another manual")
+        .replace("  return 0.0f", "return 0.0f")
+    )
+    steps[2].write_text(changed, encoding="utf-8")
+    shown = show.diff(1, 2).text
+    assert "1 line removed, 1 added" in shown
+    assert "manual" not in shown
+
+
 def test_diff_of_a_function_that_did_not_change_is_empty(steps):
     assert "0 lines removed, 0 added" in show.diff(1, 2, "forward").text
 

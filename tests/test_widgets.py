@@ -41,6 +41,11 @@ def test_sliders_and_number_boxes_hold_one_value(explorer):
         assert slider.value == slider.max
 
 
+def test_number_boxes_show_round_numbers(explorer):
+    explorer.lower_bound.value = -5.449999999999999
+    assert rows(explorer)[0].children[1].value == -5.45
+
+
 def rows(explorer):
     left, _ = explorer.children[1].children
     return left.children
