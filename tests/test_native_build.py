@@ -54,7 +54,7 @@ def wait_for(condition, what: str) -> None:
 
 
 def test_first_build_says_what_it_does_and_the_second_is_silent(csrc, compiler, tmp_path):
-    environment = native_stub.environment(csrc, tmp_path / "cache", CXX=str(compiler))
+    environment = native_stub.environment(csrc, tmp_path / "cache with a space é", CXX=str(compiler))
     status, first, stderr = native_stub.finish(native_stub.start_build(environment))
     assert status == 0, stderr
     assert "building libkda_cpu" in stderr
@@ -287,6 +287,18 @@ def test_libraries_unused_for_a_month_are_dropped(csrc, tmp_path, monkeypatch):
     new = native.build("cpu", csrc)
     assert not old.exists()
     assert new.exists()
+
+
+def test_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(cache.fcntl, "flock", flock)
+    with (
+        pytest.raises(native.BuildError, match=r"tree.lock cannot be locked .*No locks available.*KDA_LAB_CACHE"),
+        cache.locked(tmp_path / "tree.lock", "it"),
+    ):
+        pass
 
 
 def test_missing_sources_are_named(tmp_path, monkeypatch):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -213,3 +216,18 @@ def test_opcheck():
 def test_meta_tensors_run_nothing():
     inputs = kda_lab.make_inputs(1, 4, 1, 16, 16).to("meta")
     assert ops.fwd(*positional(inputs, inputs.new_out())) is None
+
+
+# The package
+def test_exports_are_there_and_listed():
+    for name in kda_lab.__all__:
+        assert getattr(kda_lab, name) is not None
+        assert name in dir(kda_lab)
+    with pytest.raises(AttributeError, match="module 'kda_lab' has no attribute 'backward'"):
+        kda_lab.backward  # noqa: B018
+
+
+def test_import_loads_nothing_large():
+    code = "import sys, kda_lab; print(sorted({'torch', 'numpy', 'nvtx'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

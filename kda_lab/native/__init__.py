@@ -1,4 +1,15 @@
-"""The compiled code: finds compilers, builds with CMake into a cache, loads with ctypes."""
+"""The compiled code: finds compilers, builds with CMake into a cache, loads with ctypes.
+
+What the environment may say; nothing has to be set:
+
+    KDA_LAB_CACHE          where built libraries are kept; else kda_lab in $XDG_CACHE_HOME or ~/.cache
+    KDA_LAB_CSRC           another copy of the sources
+    KDA_LAB_CPU_LIBRARY    a library built elsewhere, loaded as it is
+    KDA_LAB_CUDA_LIBRARY
+    KDA_LAB_CUDA_ARCHS     CUDA architectures as CMake writes them, such as 90a; else those of the GPUs here, else all
+    CXX, CUDACXX           the compilers; else those on PATH, for CUDA also in CUDA_HOME, /usr/local/cuda and pip wheels
+    CXXFLAGS, CUDAFLAGS    more flags; another value is another library
+"""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from kda_lab.native.errors import BuildError
+
 _KEEP_UNUSED_S = 30 * 24 * 3600
 
 
@@ -74,6 +76,10 @@ def locked(path: Path, waiting_for: str) -> Iterator[BinaryIO]:
         except BlockingIOError:
             say(f"waiting for another process that is building {waiting_for}")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems have no locks
+            raise BuildError(
+                f"{path} cannot be locked ({error}): set KDA_LAB_CACHE to a folder on a local disk"
+            ) from error
         yield file
 
 
