@@ -28,14 +28,14 @@ def measure(forward: Callable[[], None], count: int) -> dict[str, list[float]]:
 
     callbacks = RangePush(push), RangePop(pop)  # referenced here for as long as C may call them
     addresses = tuple(ctypes.cast(callback, ctypes.c_void_p).value for callback in callbacks)
-    stage_callbacks = annotate.stage_callbacks
-    annotate.stage_callbacks = lambda: addresses
+    listening = annotate.active, annotate.stage_callbacks
+    annotate.active, annotate.stage_callbacks = lambda: True, lambda: addresses
     try:
         for _ in range(count):
             forward()
         torch.cuda.synchronize()
     finally:
-        annotate.stage_callbacks = stage_callbacks
+        annotate.active, annotate.stage_callbacks = listening
     times: dict[str, list[float]] = {}
     for name, start, end in launches:
         times.setdefault(name, []).append(1e3 * start.elapsed_time(end))
