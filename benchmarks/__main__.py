@@ -1,6 +1,6 @@
 """`make bench`: measures what the project promises, each number beside its promise. Takes a few minutes.
 
-python -m benchmarks [NAME ...]     cpu_fused, base_2, build, import, explorer; default: all
+python -m benchmarks [NAME ...]     cpu_fused, call_overhead, base_2, build, import, explorer; default: all
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kda_lab import bench, reference, widgets
 from kda_lab.inputs import make_inputs
 
 
-def cpu_fused() -> None:
-    """The fused step against a matrix product and against chunked PyTorch; a program of its own."""
-    subprocess.run([sys.executable, "-m", "benchmarks.cpu_fused"], check=True)
+def program(name: str) -> None:
+    """A benchmark that is a program of its own: it changes settings of torch or the library."""
+    subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
 
 
 def base_2() -> None:
@@ -62,7 +63,8 @@ def explorer() -> None:
 
 
 BENCHMARKS: dict[str, Callable[[], None]] = {
-    "cpu_fused": cpu_fused,
+    "cpu_fused": partial(program, "cpu_fused"),
+    "call_overhead": partial(program, "call_overhead"),
     "base_2": base_2,
     "build": build,
     "import": import_,
