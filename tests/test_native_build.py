@@ -173,6 +173,7 @@ def test_compile_error_shows_the_compilers_text_with_the_readers_path(csrc, tmp_
     assert "ninja" not in message
     assert "FAILED" not in message
     assert "FAILED" in raised.value.log
+    assert not list((tmp_path / "cache").glob("trees/*/unfinished")), "the next build would start from nothing"
     native_stub.edit(csrc, "++cals;", "++calls;")
     assert native.build("cpu", csrc).is_file()
 
@@ -249,6 +250,18 @@ def test_cuda_architectures(asked, gpus, listed, expected, monkeypatch):
     monkeypatch.setattr(compilers, "_gpu_capabilities", lambda: gpus)
     monkeypatch.setattr(compilers, "_output", lambda command: listed)
     assert compilers.cuda_architectures(compilers.Compiler("nvcc", "release 0")) == expected
+
+
+@pytest.mark.slow
+def test_cuda_library_builds_and_loads_without_a_gpu(csrc, tmp_path):
+    """Fails where there is no nvcc: CI has one, and `pip install "cuda-toolkit[nvcc,cudart,cccl]"` brings one."""
+    environment = native_stub.environment(csrc, tmp_path / "cache with a space é", KDA_LAB_CUDA_ARCHS="90a-real")
+    status, path, stderr = native_stub.finish(native_stub.start_build(environment, "cuda"))
+    assert status == 0, stderr
+    assert Path(path).name.startswith("libkda_cuda.")
+    facts = json.loads((Path(path).parent / "built.json").read_text())
+    assert facts["architectures"] == ["90a-real"]
+    assert "nvcc" in facts["compiler"]
 
 
 @pytest.mark.parametrize("home", ["/dev/null", None], ids=["unwritable", "none"])
