@@ -100,7 +100,7 @@ _STAGE_CALLBACKS = tuple(ctypes.cast(callback, ctypes.c_void_p).value for callba
 def _nvtx_domain() -> Any | None:
     try:
         import nvtx
-    except ImportError:  # optional: the extra "nsight" installs it
+    except ImportError:  # optional
         return None
     return nvtx.get_domain(DOMAIN)
 
