@@ -43,6 +43,29 @@ def test_shares_are_those_of_the_format_itself(lower_bound: float, gate: str, dt
     assert report.share_overflowed == pytest.approx(float(held.isinf().double().mean()), abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("lower_bound", "dtype"), [(-5.3, "bf16"), (-5.45, "bf16"), (-5.5, "fp32"), (-0.6, "fp16"), (-0.9, "fp16")]
+)
+def test_the_share_of_k_decayed_that_loses_bits(lower_bound: float, dtype: str) -> None:
+    inputs = numeric_range._problem(lower_bound, 16, 0.0, 0.0, "saturated")
+    k_hat = torch.nn.functional.normalize(inputs.k[0].double(), dim=-1)
+    decay = torch.exp(lower_bound * torch.arange(1, 17).double()).repeat(3)[:, None, None]
+    info = torch.finfo(numeric_range.DTYPES[dtype])
+    # exp(+G) itself is flushed below the smallest normal in bf16, and rounded to 0 below 2^-25 in fp16.
+    kept = decay >= (2.0**-25 if dtype == "fp16" else info.tiny)
+    expected = ((k_hat.abs() * decay < info.tiny) & kept).double().mean()
+    report = explore(lower_bound, dtype=dtype, errors=False)
+    assert report.share_subnormal == pytest.approx(float(expected), abs=1e-3)
+    assert expected > 0
+
+
+def test_both_runs_use_the_chunk_asked_for() -> None:
+    for chunk, broken in ((16, False), (32, True)):  # 3 * 32 is beyond ln of the largest fp32 and bf16, 88.7
+        report = explore(-3.0, chunk)
+        assert math.isnan(report.native_error) == broken
+        assert math.isnan(report.mirror_error) == broken
+
+
 def test_the_presets_of_the_lesson() -> None:
     assert explore(-5.0).verdict.startswith("In range")
     assert explore(-1.0).verdict.startswith("In range")
