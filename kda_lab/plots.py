@@ -297,7 +297,8 @@ class RangePicture:
         self._title.set_text(
             f"lower_bound {report.lower_bound:g}, chunk {report.chunk}, {report.dtype}\n{report.verdict}"
         )
-        self.figure.alt = report.describe().replace("\n", "; ")
+        setting, verdict, ranges, *_ = report.describe().splitlines()
+        self.figure.alt = f"{setting}. {verdict} {ranges}."
 
     def _show_limits(self, dtype: str) -> None:
         limits = Format.of(dtype)

@@ -158,12 +158,23 @@ def test_arrow_keys_move_the_slider_and_with_it_picture_and_text(lesson):
     assert errors == []
 
 
+def test_a_burst_of_keys_ends_at_its_last_value(lesson):
+    page, errors = lesson
+    page.get_by_role("slider").first.focus()
+    page.keyboard.press("Home")
+    for _ in range(40):
+        page.keyboard.press("ArrowRight")
+    page.get_by_role("status").last.get_by_text("lower_bound -6,").wait_for(timeout=20_000)
+    assert page.get_by_role("spinbutton").first.input_value() == "-6"
+    assert errors == []
+
+
 def test_a_preset_works_by_keyboard(lesson):
     page, errors = lesson
-    page.get_by_role("button", name="−6: NaN").focus()
+    page.get_by_role("button", name="+0.5: growth").focus()
     page.keyboard.press("Enter")
-    page.get_by_role("status").last.get_by_text("NaN: a factor overflows").wait_for(timeout=20_000)
-    assert "lower_bound -6," in state(page)[1]
+    page.get_by_role("status").last.get_by_text("Growth").wait_for(timeout=20_000)
+    assert "lower_bound 0.5," in state(page)[1]
     assert errors == []
 
 
