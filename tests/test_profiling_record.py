@@ -108,6 +108,19 @@ def test_a_step_that_is_wrong_is_not_timed(fake_gpu, tmp_path, monkeypatch):
     assert all("not timed" in row["refused"] for row in rows)
 
 
+def test_a_version_that_raises_is_named_and_the_others_are_measured(fake_gpu, tmp_path, monkeypatch):
+    def bind(inputs, dtype):
+        def call():
+            raise RuntimeError("no kernel for this GPU")
+
+        return call
+
+    monkeypatch.setattr(peers, "find", lambda: ([peers.Peer("flash_kda", "1", bind)], {}))
+    rows = record.record(tmp_path, ["ladder"])["rows"]
+    assert {row["refused"] for row in rows if "peer" in row} == {"RuntimeError: no kernel for this GPU"}
+    assert all(row["median_ms"] for row in rows if "step" in row)
+
+
 def test_the_published_shapes_are_all_measured():
     shapes = {(case.B, case.T, case.H, case.seq_lens, case.state) for case in ladder.CASES}
     mix, eight = (1300, 547, 2048, 963, 271, 3063), (1024,) * 8

@@ -10,7 +10,8 @@ import shutil
 import pytest
 from test_profiling_readers import write_nsys
 
-from kda_lab.profiling import recorded
+from kda_lab import registry
+from kda_lab.profiling import metrics, recorded
 from kda_lab.profiling.table import ReportError
 from kda_lab.sass import Kernel
 
@@ -67,3 +68,35 @@ def test_a_folder_can_be_named_by_the_environment(recording, monkeypatch):
     shutil.rmtree(recording.folder)
     with pytest.raises(ValueError, match="no recording"):
         recorded.load()
+
+
+CUDA_STEPS = [step.number for step in registry.steps() if "cuda" in step.devices]
+SHIPPED = [recorded.load(name) for name in recorded.available()]
+
+
+@pytest.mark.parametrize("step", CUDA_STEPS)
+@pytest.mark.parametrize("shipped", SHIPPED, ids=recorded.available())
+def test_every_step_ships_with_its_reports(shipped, step):
+    report, timeline = shipped.ncu(step), shipped.nsys(step)
+    name = registry.get(step, "cuda").name
+    assert {launch.ranges[0] for launch in report.launches} == {name}
+    assert set(report.kernels) == {span.name for span in timeline.of("kernel")}
+    assert {row["Annotation"] for row in timeline.rows()} == {name}
+    assert {span.name for span in shipped.torch(step).of("kernel")} >= set(report.kernels)
+    for row in metrics.kernels(report, shipped.ladder()["ceilings"]["copy_bytes_per_s"], shipped.sass(step)):
+        assert None not in row.values(), row
+
+
+@pytest.mark.parametrize("step", CUDA_STEPS)
+@pytest.mark.parametrize("shipped", SHIPPED, ids=recorded.available())
+def test_the_tools_agree_on_long_kernels(shipped, step):
+    for row in shipped.agreement(step):
+        times = [row[f"{tool}_us"] for tool in ("events", "nsys", "ncu")]
+        assert None not in times, row
+        if min(times) >= 100:
+            assert max(times) / min(times) <= 1.10, row
+
+
+@pytest.mark.parametrize("shipped", SHIPPED, ids=recorded.available())
+def test_a_recording_is_small_enough_to_ship(shipped):
+    assert sum(path.stat().st_size for path in shipped.folder.rglob("*") if path.is_file()) <= 12e6

@@ -143,42 +143,52 @@ def measure(
     copies = [first, *(_copy(first) for _ in range(_rotation(first) - 1))]
     state_dtype = None if first.initial_state is None else first.initial_state.dtype
 
+    shape = {
+        "case": case.label,
+        "B": case.B,
+        "T": case.T,
+        "H": case.H,
+        "K": first.K,
+        "V": first.V,
+        "seq_lens": None if case.seq_lens is None else list(case.seq_lens),
+        "state": case.state,
+        "regime": REGIME,
+        "seed": SEED,
+        "bytes": bench.io_bytes(first),
+        "flops": bench.flops(first),
+        "floor_ms": bound.floor_ms(bench.flops(first), bench.io_bytes(first)),
+    }
     rows, calls = {}, {}
     for version in versions(case, found, library):
         key = str(version.row)
         bound_calls = [version.bind(inputs, state_dtype) for inputs in copies]
-        result = bound_calls[0]()
-        error = relative_error(result.out, expected.out)
-        rows[key] = version.row | {
-            "case": case.label,
-            "B": case.B,
-            "T": case.T,
-            "H": case.H,
-            "K": first.K,
-            "V": first.V,
-            "seq_lens": None if case.seq_lens is None else list(case.seq_lens),
-            "state": case.state,
-            "regime": REGIME,
-            "seed": SEED,
-            "error_rms": error,
-            "state_error_rms": None
-            if state_dtype is None
-            else relative_error(result.final_state, expected.final_state),
-            "bytes": bench.io_bytes(first),
-            "flops": bench.flops(first),
-            "floor_ms": bound.floor_ms(bench.flops(first), bench.io_bytes(first)),
-        }
-        if version.tolerance is not None and not error <= version.tolerance:
-            rows[key]["refused"] = f"error {error:.2e} is above {version.tolerance:.0e}: not timed"
-        else:
+        checked = _check(version, bound_calls[0], expected)
+        rows[key] = version.row | shape | checked
+        if "refused" not in checked:
             calls[key] = bound_calls
 
-    timed = {}
-    for method in case.methods:
-        timed[method] = _TIMERS[method](calls, samples)
+    timed = {method: _TIMERS[method](calls, samples) for method in case.methods}
     for key, row in rows.items():
         for method in case.methods:
             yield row | {"method": method} | statistics_of(timed[method].get(key, []))
+
+
+def _check(version: Version, call: Call, expected: Result) -> dict[str, Any]:
+    """Errors of out and of the final state, if there is one; "refused" says why a version is not to be timed."""
+    try:
+        result = call()
+        torch.cuda.synchronize()
+    except Exception as error:  # whatever a peer raises; the other versions are measured all the same
+        return {"error_rms": None, "state_error_rms": None, "refused": f"{type(error).__name__}: {error}"}
+    error_rms = relative_error(result.out, expected.out)
+    state = result.final_state
+    checked: dict[str, Any] = {
+        "error_rms": error_rms,
+        "state_error_rms": None if state is None else relative_error(state, expected.final_state),
+    }
+    if version.tolerance is not None and not error_rms <= version.tolerance:
+        checked["refused"] = f"error {error_rms:.2e} is above {version.tolerance:.0e}: not timed"
+    return checked
 
 
 def statistics_of(samples_ms: Sequence[float]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ SUMMARY = (
     Metric("smsp__warps_eligible.avg.per_cycle_active", "warps ready to issue, a cycle and scheduler", ""),
     Metric("smsp__inst_executed.sum", "instructions of a warp executed", "million", 1e-6),
     Metric("smsp__inst_executed_pipe_xu.sum", "of them exponentials and conversions (pipe XU)", "million", 1e-6),
+    Metric("sass__inst_executed_register_spilling", "of them spilling registers to memory", "million", 1e-6),
     Metric("launch__registers_per_thread", "registers a thread", ""),
     Metric("launch__shared_mem_per_block", "shared memory a block", "kB", _BYTE / 1e3),
     Metric("launch__block_size", "threads a block", ""),

@@ -1,4 +1,4 @@
-"""Reads Nsight Compute reports (.ncu-rep) with NVIDIA's ncu_report: one record for each kernel launch."""
+"""Reads Nsight Compute reports (.ncu-rep, also gzipped) with NVIDIA's ncu_report: one record for each launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from kda_lab.profiling import table, tools
-from kda_lab.profiling.table import ReportError, Row
+from kda_lab.profiling.table import ReportError, Row, unpacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +70,12 @@ def read(path: Path | str) -> Report:
     module = reader()
     if path.stat().st_size == 0:
         raise ReportError(f"{path} is empty; expected a Nsight Compute report (.ncu-rep)")
-    try:
-        context = module.load_report(str(path))
-    except Exception as error:  # ncu_report raises its own types, by version
-        raise ReportError(f"{path} is not a Nsight Compute report, or is damaged ({error})") from None
-    launches = [_launch(action) for actions in _indexed(context) for action in _indexed(actions)]
+    with unpacked(path) as plain:  # ncu_report reads on from the file for as long as it is asked
+        try:
+            context = module.load_report(str(plain))
+        except Exception as error:  # its own types, by version
+            raise ReportError(f"{path} is not a Nsight Compute report, or is damaged ({error})") from None
+        launches = [_launch(action) for actions in _indexed(context) for action in _indexed(actions)]
     if not launches:
         raise ReportError(f"{path} holds no kernel launch: it was recorded while none ran, or it is damaged")
     return Report(path, tuple(launches))

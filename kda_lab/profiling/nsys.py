@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import sqlite3
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kda_lab.annotate import DOMAIN
 from kda_lab.profiling import table, timeline
-from kda_lab.profiling.table import ReportError
+from kda_lab.profiling.table import ReportError, unpacked
 from kda_lab.profiling.timeline import Span, Timeline
 
 _DOMAIN_CREATED, _CATEGORY_NAMED = 75, 33  # values of NVTX_EVENTS.eventType
@@ -39,7 +37,7 @@ def read(path: Path | str) -> Timeline:
             ]
             spans += _copies(database, tables)
             gpu = _gpu(database, tables)
-    except (sqlite3.DatabaseError, gzip.BadGzipFile, EOFError) as error:
+    except sqlite3.DatabaseError as error:
         raise ReportError(f"{path} is not a SQLite export of nsys, or is damaged ({error})") from None
     if not any(span.kind == "kernel" for span in spans):
         raise ReportError(f"{path} holds no kernel: nothing ran on the GPU while nsys recorded")
@@ -48,14 +46,9 @@ def read(path: Path | str) -> Timeline:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[sqlite3.Connection]:
-    with tempfile.TemporaryDirectory(prefix="kda_lab-") as folder:
-        if path.suffix == ".gz":
-            unpacked = Path(folder) / "export.sqlite"
-            unpacked.write_bytes(gzip.decompress(path.read_bytes()))
-            path = unpacked
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-            database.row_factory = sqlite3.Row
-            yield database
+    with unpacked(path) as plain, contextlib.closing(sqlite3.connect(f"file:{plain}?mode=ro", uri=True)) as database:
+        database.row_factory = sqlite3.Row
+        yield database
 
 
 def _tables(database: sqlite3.Connection) -> dict[str, set[str]]:

@@ -101,7 +101,7 @@ class Recording:
         return table
 
     def _report(self, tool: str, step: int | str) -> Path:
-        return self.folder / tool / (_name(step) + SUFFIXES[tool])
+        return self.folder / tool / (_name(step) + SUFFIXES[tool].removesuffix(".gz") + ".gz")
 
     def _json(self, name: str) -> dict[str, Any] | None:
         path = self.folder / name

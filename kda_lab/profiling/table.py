@@ -6,10 +6,15 @@ MinValue, MaxValue, NumRuns, CI95_Lower and CI95_Upper. A metric nobody measured
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -49,6 +54,21 @@ def instance_name(kernel: str) -> str:
     arguments = re.search(rf"\b{re.escape(short_name(kernel))}<(.*?)>\(", kernel)
     numbers = re.findall(r"\d+", arguments[1]) if arguments else []
     return f"{short_name(kernel)}<{', '.join(numbers)}>" if numbers else short_name(kernel)
+
+
+@contextlib.contextmanager
+def unpacked(path: Path) -> Iterator[Path]:
+    """The file itself, or a temporary file with what a .gz holds. Raises ReportError for a damaged .gz."""
+    if path.suffix != ".gz":
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="kda_lab-") as folder:
+        plain = Path(folder) / path.stem
+        try:
+            plain.write_bytes(gzip.decompress(path.read_bytes()))
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ReportError(f"{path} is not a gzip file, or is damaged ({error})") from None
+        yield plain
 
 
 def text(rows: Sequence[Row], columns: Mapping[str, str]) -> str:

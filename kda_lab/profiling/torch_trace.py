@@ -54,15 +54,17 @@ def read(path: Path | str) -> Timeline:
     Raises FileNotFoundError, or ReportError for a file that is not such a trace or is damaged.
     """
     path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
     try:
-        data = path.read_bytes()
-        content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        with table.unpacked(path) as plain:
+            content = json.loads(plain.read_bytes())
         events = content["traceEvents"]
         devices = content.get("deviceProperties") or []
         spans = [_span(event) for event in events if event.get("ph") == "X" and event.get("cat") in _KINDS]
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, gzip.BadGzipFile) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
+    except ReportError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ReportError(f"{path} is not a trace of torch.profiler, or is damaged ({error})") from None
     if not spans:
         raise ReportError(f"{path} holds no range and no kernel: nothing of kda_lab ran while torch.profiler recorded")
