@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from kda_lab import ops, registry
+from kda_lab import native, ops, registry
 from kda_lab.inputs import make_inputs
 
 SHAPES = (
@@ -25,6 +25,7 @@ SHAPES = (
 
 
 def main(steps: list[str]) -> None:
+    native.load("cuda")  # from here on the registry knows the chunk sizes of CUDA steps
     for step in registry.steps():
         if "cuda" not in step.devices or (steps and str(step.number) not in steps):
             continue

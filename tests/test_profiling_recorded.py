@@ -56,6 +56,26 @@ def test_another_report_in_its_place_changes_the_numbers(recording):
     assert [row["Kernel"] for row in before] != [row["Kernel"] for row in recording.nsys(5).rows()]
 
 
+def test_the_ladder_as_text_is_labelled_and_says_not_measured(recording):
+    assert recorded.ladder_text(recording) == "recorded on NVIDIA H200, 2026-11-29: not measured"
+    row = {
+        "case": "T 16",
+        "method": "events",
+        "step": 5,
+        "slug": "fused_two_kernel",
+        "floor_ms": 0.5,
+        "error_rms": 4e-3,
+    }
+    timed = row | {"median_ms": 2.0, "iqr_ms": 0.1}
+    refused = row | {"step": 4, "slug": "fused_one_kernel", "median_ms": None, "iqr_ms": None}
+    content = {"machine": {"commit": "abc"}, "rows": [timed, refused]}
+    (recording.folder / "ladder.json").write_text(json.dumps(content))
+    text = recorded.ladder_text(recording)
+    assert text.startswith("recorded on NVIDIA H200, 2026-11-29, commit abc")
+    assert "5 fused_two_kernel  2             0.1           25.0%         0.004" in text
+    assert "4 fused_one_kernel  not measured" in text
+
+
 def test_a_damaged_file_is_named(recording):
     (recording.folder / "ladder.json").write_text('{"rows": [')
     with pytest.raises(ReportError, match=r"ladder\.json is damaged"):

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from kda_lab import registry
-from kda_lab.profiling import metrics, ncu, nsys, torch_trace
+from kda_lab.profiling import metrics, ncu, nsys, table, torch_trace
 from kda_lab.profiling.collect import SUFFIXES
+from kda_lab.profiling.ladder import METHODS
 from kda_lab.profiling.ncu import Report
 from kda_lab.profiling.table import ReportError
 from kda_lab.profiling.timeline import Timeline
@@ -90,15 +91,15 @@ class Recording:
         measured: dict[str, dict[str, float]] = {"events": dict(events)}
         for tool, timeline in timelines.items():
             measured[tool] = {row["Kernel"]: row["AvgValue"] for row in timeline.rows()} if timeline else {}
-        rows = metrics.kernels(report, None) if report else []
-        measured["ncu"] = {row["kernel"]: row["time_us"] for row in rows if row["time_us"] is not None}
-        table = []
+        by_ncu = metrics.kernels(report) if report else []
+        measured["ncu"] = {row["kernel"]: row["time_us"] for row in by_ncu if row["time_us"] is not None}
+        rows = []
         for kernel in dict.fromkeys(kernel for times in measured.values() for kernel in times):
             times = {f"{tool}_us": by_kernel.get(kernel) for tool, by_kernel in measured.items()}
             known = [time for time in times.values() if time is not None]
             spread = (max(known) - min(known)) / min(known) if len(known) > 1 else None
-            table.append({"kernel": kernel, **times, "spread": spread})
-        return table
+            rows.append({"kernel": kernel, **times, "spread": spread})
+        return rows
 
     def _report(self, tool: str, step: int | str) -> Path:
         return self.folder / tool / (_name(step) + SUFFIXES[tool].removesuffix(".gz") + ".gz")
@@ -111,6 +112,27 @@ class Recording:
             return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ReportError(f"{path} is damaged: {error}") from None
+
+
+def ladder_text(recording: Recording) -> str:
+    """The recorded times as plain text, a block a shape, under the label of their machine; or "not measured"."""
+    content = recording.ladder()
+    if not content or not content.get("rows"):
+        return f"{recording.label}: not measured"
+    blocks = [f"{recording.label}, commit {content['machine'].get('commit', 'unknown')}"]
+    columns = {"who": "", "median_ms": "median ms", "iqr_ms": "iqr ms", "share": "of bound", "error_rms": "error"}
+    for case, method in dict.fromkeys((row["case"], row["method"]) for row in content["rows"]):
+        rows = [
+            row
+            | {
+                "who": f"{row['step']} {row['slug']}" if "step" in row else f"{row['peer']} {row['version']}",
+                "share": f"{row['floor_ms'] / row['median_ms']:.1%}" if row["median_ms"] else None,
+            }
+            for row in content["rows"]
+            if (row["case"], row["method"]) == (case, method)
+        ]
+        blocks.append(f"{case} ({METHODS[method]})\n{table.text(rows, columns)}")
+    return "\n\n".join(blocks)
 
 
 def data_dir() -> Path:
