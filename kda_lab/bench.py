@@ -11,6 +11,7 @@ import datetime
 import platform
 import statistics
 import subprocess
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -258,12 +259,12 @@ def format_table(rows: Sequence[Row]) -> str:
     table = ["  ".join(f(cell, width) for f, cell, width in zip(pad, line, widths)).rstrip() for line in lines]
     row = rows[0]
     legend = (
-        f"B {row.B}, T {row.T}, H {row.H}, K {row.K}, V {row.V} on {row.device}. error: relative RMS of the output",
-        "against float64, checked before timing. × faster: than the step above. bound: share of the fastest this",
-        f"machine could be, {row.floor_ms:.3g} ms: its rates now for {row.flops / 1e9:.3g} GFLOP of matrix products",
-        f"and {row.bytes / 1e6:.3g} MB copied.",
+        f"B {row.B}, T {row.T}, H {row.H}, K {row.K}, V {row.V} on {row.device}. error: relative RMS of the output "
+        "against float64, checked before timing. × faster: than the step above. bound: share of the fastest this "
+        f"machine could be, {row.floor_ms:.3g} ms: its rates now for {row.flops / 1e9:.3g} GFLOP of matrix products "
+        f"and {row.bytes / 1e6:.3g} MB copied."
     )
-    return "\n".join([*table, "", *legend, *(row.refused for row in rows if row.refused)])
+    return "\n".join([*table, "", textwrap.fill(legend, 100), *(row.refused for row in rows if row.refused)])
 
 
 def _cells(before: Row | None, row: Row) -> tuple[str, ...]:

@@ -174,7 +174,7 @@ def _index(lessons: Sequence[Lesson], table: str) -> str:
     return (
         "<main><h1>How a GPU kernel gets fast</h1><p>Kimi Delta Attention forward, one readable step at a time. These "
         "pages are the lessons as they just ran on this machine; <code>make lab</code> opens them live.</p>"
-        f'<ol class="lessons" start="0">{"".join(items)}</ol><h2>The ladder, measured here</h2>'
+        f'<ol class="lessons">{"".join(items)}</ol><h2>The ladder, measured here</h2>'
         f'<p>{html.escape(label)}, commit {machine["commit"]}</p><pre class="ladder">{html.escape(table)}</pre></main>'
     )
 
