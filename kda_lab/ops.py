@@ -288,25 +288,11 @@ def _launch(library: native.Library, step: int, args: KdaArgs, device: torch.dev
         library.forward(step, args)
 
 
-def _fwd_fake(*args: Any, **kwargs: Any) -> None:
+def _fwd_fake(*args: Any, **_: Any) -> None:
     """Tracing: the operator returns nothing and its checks wait for real tensors, but the call is refused at once."""
-    names = (
-        "q",
-        "k",
-        "v",
-        "g",
-        "beta",
-        "scale",
-        "out",
-        "A_log",
-        "dt_bias",
-        "lower_bound",
-        "initial_state",
-        "final_state",
-    )
-    for name, x in zip(names, args, strict=False):
+    for argument, x in zip(_op._schema.arguments, args, strict=False):
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            raise _forward_only(name)
+            raise _forward_only(argument.name)
 
 
 @functools.lru_cache
