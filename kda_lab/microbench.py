@@ -1,4 +1,4 @@
-"""Measures one exponential, and the gate stage alone, in every form that a kernel could write it in. Needs a CUDA GPU."""
+"""Measures one exponential, and the gate stage alone, in every form that a kernel could use. Needs a CUDA GPU."""
 
 from __future__ import annotations
 

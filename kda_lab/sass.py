@@ -26,7 +26,7 @@ FLAGS = ("-std=c++17", "-O3", "-lineinfo")
 """What csrc/CMakeLists.txt compiles with, so that the code read here is the code that runs. No fast-math flag."""
 
 PIPES = {
-    "xu": r"MUFU|I2F|F2I|F2F|FRND|POPC|FLO|BREV",
+    "xu": r"(MUFU|I2F|F2I|F2F|FRND|POPC|FLO|BREV)$",
     "tensor": r"[A-Z]+MMA$",
     "fma": r"FFMA|FMUL|FADD|FCHK|IMAD|HFMA2|HADD2|HMUL2|D(FMA|ADD|MUL)",
     "async copy": r"LDGSTS|LDGDEPBAR|DEPBAR|UBLK|UTMA|SYNCS|ARRIVES",
@@ -35,8 +35,8 @@ PIPES = {
     "shuffle": r"SHFL|VOTE|MATCH|REDUX",
     "local": r"LDL|STL",
     "constant": r"LDC|LDCU|ULDC",
-    "control": r"BRA|BRX|ENDCOLLECTIVE|EXIT|BAR|WARPSYNC|BSSY|BSYNC|BREAK|CALL|RET|NOP|MEMBAR|FENCE|ACQBULK|PREEXIT|ELECT|WARPGROUP|"
-    r"NANOSLEEP|YIELD|KILL|BPT|ERRBAR|USETMAXREG",
+    "control": r"BRA|BRX|EXIT|BAR|WARPSYNC|BSSY|BSYNC|BREAK|CALL|RET|NOP|MEMBAR|FENCE|ACQBULK|PREEXIT|ELECT|"
+    r"ENDCOLLECTIVE|WARPGROUP|NANOSLEEP|YIELD|KILL|BPT|ERRBAR|USETMAXREG",
     "uniform": r"U[A-Z]|[RS]2UR",
 }
 """Groups of opcodes by what executes them, the first match wins; any other is "alu" (integers, comparisons, moves).
@@ -132,7 +132,7 @@ def normalised(instruction: str) -> str:
     """An instruction without what differs from one compilation to the next: registers, labels, constant offsets."""
     text = re.sub(r"\b(U?[RPB])\d+\b", r"\1", instruction)
     text = re.sub(r"\.reuse\b", "", text)
-    text = re.sub(r"`\(\.L_x_\d+\)", "label", text)
+    text = re.sub(r"`\([^)]*\)", "label", text)
     return re.sub(r"(?<=\[)0x[0-9a-f]+(?=\])|\+-?0x[0-9a-f]+(?=\])", "", text)
 
 
