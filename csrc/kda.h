@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 /* Raised by one whenever KdaArgs, KdaStep or a function below changes. */
-#define KDA_ABI_VERSION 1
+#define KDA_ABI_VERSION 2
 
 typedef enum KdaStatus {
   KDA_OK = 0,
@@ -88,6 +88,7 @@ typedef struct KdaStep {
   int32_t number;
   int32_t devices;        /* KDA_DEVICE_CPU | KDA_DEVICE_CUDA: where the step exists at all */
   int32_t chunks;         /* bit mask of the chunk sizes this library runs (8 | 16 | 32 | 64); 0: the step has no chunks */
+  int32_t compute_capability; /* the only one it runs on, 90 for 9.0; 0: any the library is built for */
   double exponent_budget; /* largest |lower_bound| * chunk that this library's step can represent; 0: no such limit */
   const char *slug;
   const char *title;

@@ -148,7 +148,7 @@ def forward(
 
 def lower_bound_limit(step: int | str | None = None, chunk: int = DEFAULT_CHUNK, device: str = "cpu") -> float:
     """The lowest `lower_bound` that `step` can represent on `device` with chunks of `chunk` tokens."""
-    return _limit(registry.find(native.load(device).steps, step, device), chunk)
+    return _limit(_find_step(native.load(device), None if step is None else str(step)), chunk)
 
 
 def check_lower_bound(
@@ -160,7 +160,9 @@ def check_lower_bound(
 ) -> None:
     """Raises what `fwd` raises for this lower_bound."""
     lower_bound = _as_float("lower_bound", lower_bound)
-    _check_lower_bound(lower_bound, registry.find(native.load(device).steps, step, device), chunk, allow_unsafe)
+    _check_lower_bound(
+        lower_bound, _find_step(native.load(device), None if step is None else str(step)), chunk, allow_unsafe
+    )
 
 
 # The operator. `step` is None, a number as a string, or a slug: tracing needs no library to resolve it.
@@ -244,7 +246,7 @@ def _fwd(
 
     device_type = device.type
     library = native.loaded(device_type) or native.load(device_type)
-    rung = _find_step(library, step)
+    rung = _find_step(library, step, device.index)
     if rung.chunks and chunk not in rung.chunks:
         raise ValueError(f"chunk is {chunk}; step {rung.name} on {device_type} runs {_either(rung.chunks)}")
     _check_lower_bound(lower_bound, rung, chunk, allow_unsafe)
@@ -296,8 +298,9 @@ def _fwd_fake(*args: Any, **_: Any) -> None:
 
 
 @functools.lru_cache
-def _find_step(library: native.Library, step: str | None) -> native.LibraryStep:
-    return registry.find(library.steps, step, library.device)
+def _find_step(library: native.Library, step: str | None, gpu: int | None = None) -> native.LibraryStep:
+    capability = registry.capability(gpu) if library.device == "cuda" and step is None else 0
+    return registry.find(library.steps, step, library.device, capability)
 
 
 # Checks. The functions that return an exception run only once something is wrong.

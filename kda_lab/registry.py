@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from kda_lab import native
 
 _SUFFIX = {"cpu": ".cpp", "cuda": ".cu"}
@@ -21,6 +23,7 @@ class Step:
     title: str
     idea: str
     devices: tuple[str, ...]  # "cpu", "cuda": where the step exists
+    compute_capability: int  # the only one it runs on, on CUDA: 90 for 9.0; 0: 8.0 and newer
     chunks: dict[str, tuple[int, ...]]  # chunk sizes in tokens; empty where the step has no chunks
     exponent_budget: dict[str, float]  # largest |lower_bound| * chunk it can represent; 0: no such limit
     source: dict[str, Path]  # the step's one file in csrc
@@ -46,6 +49,7 @@ def steps() -> tuple[Step, ...]:
                 title=step.title,
                 idea=step.idea,
                 devices=step.devices,
+                compute_capability=step.compute_capability,
                 chunks={device: reported.chunks for device, reported in here.items()},
                 exponent_budget={device: reported.exponent_budget for device, reported in here.items()},
                 source={device: csrc / device / "steps" / f"{step.name}{_SUFFIX[device]}" for device in step.devices},
@@ -59,17 +63,23 @@ def get(step: int | str | Step | None, device: str = "cpu") -> Step:
 
     Raises ValueError when there is no such step, or not on this device; the message lists those there are.
     """
-    return find(steps(), step, device)
+    return find(steps(), step, device, capability() if device == "cuda" and step is None else 0)
+
+
+def capability(gpu: int | None = None) -> int:
+    """Compute capability of a GPU, torch's current one by default: 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability(gpu)
+    return 10 * major + minor
 
 
 AnyStep = TypeVar("AnyStep", Step, native.LibraryStep)
 
 
-def find(ladder: Sequence[AnyStep], step: int | str | Step | None, device: str) -> AnyStep:
-    """`get` on a given list of steps."""
+def find(ladder: Sequence[AnyStep], step: int | str | Step | None, device: str, capability: int = 0) -> AnyStep:
+    """`get` on a given list of steps, for a GPU of this compute capability."""
     here = [candidate for candidate in ladder if device in candidate.devices]
     if step is None:
-        return here[-1]
+        return [candidate for candidate in here if candidate.compute_capability in (0, capability)][-1]
     asked = str(step.number if isinstance(step, Step) else step)
     for candidate in ladder:
         if asked in (str(candidate.number), candidate.slug, candidate.name):

@@ -11,11 +11,11 @@ from kda_lab import native, registry
 
 
 def steps_def() -> list[tuple[str, ...]]:
-    """(number, slug, devices, cpu_chunks, cuda_chunks, cpu_budget, cuda_budget, title, idea) of every KDA_STEP line."""
+    """The ten fields of every KDA_STEP line, as steps.def names them."""
     text = (native.csrc_dir() / "steps.def").read_text()
     code = "\n".join(line for line in text.splitlines() if not line.startswith("//"))
     field = r'\s*([^,"]+?|"[^"]*")\s*'
-    return re.findall(rf"KDA_STEP\({','.join([field] * 9)}\)", code)
+    return re.findall(rf"KDA_STEP\({','.join([field] * 10)}\)", code)
 
 
 def chunks(written: str) -> tuple[int, ...]:
@@ -27,7 +27,8 @@ def test_steps_are_those_of_steps_def():
     assert len(written) >= 6
     assert len(written) == len(kda_lab.steps())
     for line, step in zip(written, kda_lab.steps(), strict=True):
-        number, slug, devices, cpu_chunks, _, cpu_budget, _, title, idea = line
+        number, slug, devices, cpu_chunks, _, capability, cpu_budget, _, title, idea = line
+        assert step.compute_capability == (int(capability) if "cuda" in step.devices else 0)
         assert (step.number, step.slug) == (int(number), slug)
         assert (step.title, step.idea) == (title.strip('"'), idea.strip('"'))
         assert step.devices == tuple(d for d in ("cpu", "cuda") if f"KDA_DEVICE_{d.upper()}" in devices)
@@ -76,3 +77,12 @@ def test_get_on_the_wrong_device():
     with pytest.raises(ValueError, match=r"4_fused_one_kernel runs on cuda, not on cpu; steps for cpu: 0 or .*, 5 or"):
         registry.get("fused_one_kernel")
     assert registry.get("fused_one_kernel", "cuda").number == 4
+
+
+def test_the_best_step_is_one_that_this_gpu_runs():
+    steps = registry.steps()
+    hopper_only = [step.number for step in steps if step.compute_capability == 90]
+    assert registry.find(steps, None, "cuda", 90).number == steps[-1].number
+    assert registry.find(steps, None, "cuda", 80).number == max(
+        step.number for step in steps if "cuda" in step.devices and step.number not in hopper_only
+    )

@@ -24,8 +24,9 @@ namespace {
 thread_local std::string last_error;
 
 constexpr KdaStep kSteps[] = {
-#define KDA_STEP(number, slug, devices, cpu_chunks, cuda_chunks, cpu_budget, cuda_budget, title, idea) \
-  {number, devices, cpu_chunks, cpu_budget, #slug, title, idea},
+#define KDA_STEP(number, slug, devices, cpu_chunks, cuda_chunks, compute_capability, cpu_budget, cuda_budget, title, \
+                 idea)                                                                                               \
+  {number, devices, cpu_chunks, compute_capability, cpu_budget, #slug, title, idea},
 #include "../steps.def"
 #undef KDA_STEP
 };

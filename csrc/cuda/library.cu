@@ -24,8 +24,9 @@ namespace kda {
 namespace {
 
 constexpr KdaStep kSteps[] = {
-#define KDA_STEP(number, slug, devices, cpu_chunks, cuda_chunks, cpu_budget, cuda_budget, title, idea) \
-  {number, devices, cuda_chunks, cuda_budget, #slug, title, idea},
+#define KDA_STEP(number, slug, devices, cpu_chunks, cuda_chunks, compute_capability, cpu_budget, cuda_budget, title, \
+                 idea)                                                                                               \
+  {number, devices, cuda_chunks, compute_capability, cuda_budget, #slug, title, idea},
 #include "../steps.def"
 #undef KDA_STEP
 };

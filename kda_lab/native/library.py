@@ -13,7 +13,7 @@ from kda_lab.native import cache
 from kda_lab.native.build import DEVICES, build, csrc_dir, source_paths
 from kda_lab.native.errors import LibraryError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 NONE, BF16, F32, I32, I64 = range(5)  # KdaDtype
 _DEVICE_BITS = {"cpu": 1, "cuda": 2}
 _CHUNKS = (8, 16, 32, 64)
@@ -43,7 +43,7 @@ class KdaArgs(ctypes.Structure):
 
 class _KdaStep(ctypes.Structure):
     _fields_ = [
-        *((name, _i32) for name in ("number", "devices", "chunks")),
+        *((name, _i32) for name in ("number", "devices", "chunks", "compute_capability")),
         ("exponent_budget", _f64),
         *((name, ctypes.c_char_p) for name in ("slug", "title", "idea")),
     ]
@@ -59,6 +59,7 @@ class LibraryStep:
     idea: str
     devices: tuple[str, ...]  # where the step exists at all
     chunks: tuple[int, ...]  # chunk sizes, in tokens, that this library runs; empty: the step has no chunks
+    compute_capability: int  # the only one it runs on, on CUDA: 90 for 9.0; 0: any the library is built for
     exponent_budget: float  # largest |lower_bound| * chunk it can represent; 0: no such limit
 
     @property
@@ -129,6 +130,7 @@ def _step(step: _KdaStep) -> LibraryStep:
         idea=step.idea.decode(),
         devices=tuple(device for device, bit in _DEVICE_BITS.items() if step.devices & bit),
         chunks=tuple(chunk for chunk in _CHUNKS if step.chunks & chunk),
+        compute_capability=step.compute_capability,
         exponent_budget=step.exponent_budget,
     )
 

@@ -126,6 +126,9 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* source, u
 
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// Waits until all of this thread's copies have landed.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Waits until at most PENDING of this thread's groups are still under way.
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait_group() {

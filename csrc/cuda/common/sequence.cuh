@@ -61,23 +61,31 @@ __device__ inline int64_t first_slot(const Sequences& s, int64_t n) {
   return s.cu_seqlens ? boundary(s, n) / CHUNK + n : n * ((s.T + CHUNK - 1) / CHUNK);
 }
 
-// The inverse: first_slot() grows with n, so bisection finds the last sequence that begins at or before `slot`.
+// The sequence that owns a slot, by bisection: first_slot() grows with n, so it is the last one that begins at or
+// before it. Slots come from a grid's x: 31 bits are enough.
 template <int CHUNK>
-__device__ inline Chunk find_chunk(const Sequences& s, int64_t slot) {
+__device__ inline int64_t sequence_of_slot(const Sequences& s, uint32_t slot) {
+  if (!s.cu_seqlens) return slot / static_cast<uint32_t>((s.T + CHUNK - 1) / CHUNK);
   int64_t n = 0;
-  if (!s.cu_seqlens) {
-    n = slot / ((s.T + CHUNK - 1) / CHUNK);
-  } else {
-    for (int64_t above = s.N; above - n > 1;) {
-      const int64_t middle = (n + above) / 2;
-      (first_slot<CHUNK>(s, middle) <= slot ? n : above) = middle;
-    }
+  for (int64_t above = s.N; above - n > 1;) {
+    const int64_t middle = (n + above) / 2;
+    (first_slot<CHUNK>(s, middle) <= slot ? n : above) = middle;
   }
+  return n;
+}
+
+// The chunk in a slot of sequence n.
+template <int CHUNK>
+__device__ inline Chunk chunk_of_slot(const Sequences& s, int64_t n, uint32_t slot) {
   const Span span = find_sequence(s, n);
-  const int64_t c = slot - first_slot<CHUNK>(s, n);
-  const int64_t start = span.start + c * CHUNK;
-  if (c < 0 || start >= span.end) return {0, 0};
+  const int64_t start = span.start + (slot - first_slot<CHUNK>(s, n)) * CHUNK;
+  if (start >= span.end) return {0, 0};
   return {start, static_cast<int>(span.end - start < CHUNK ? span.end - start : CHUNK)};
+}
+
+template <int CHUNK>
+__device__ inline Chunk find_chunk(const Sequences& s, uint32_t slot) {
+  return chunk_of_slot<CHUNK>(s, sequence_of_slot<CHUNK>(s, slot), slot);
 }
 
 }  // namespace kda

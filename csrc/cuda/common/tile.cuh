@@ -10,30 +10,30 @@
 
 namespace kda::tile {
 
-constexpr int kGranule = 8;  // bf16 elements in the 16 bytes that ldmatrix and a copy move at once
+constexpr unsigned kGranule = 8;  // bf16 elements in the 16 bytes that ldmatrix and a copy move at once
 
 // Where element (row, column) of a token tile [16, D] lies.
 template <int D>
-__device__ __forceinline__ int swizzled(int row, int column) {
+__device__ __forceinline__ unsigned swizzled(unsigned row, unsigned column) {
   return row * D + ((column / kGranule ^ row % 8) * kGranule) + column % kGranule;
 }
 
 // Where element (row, column) of a square tile lies.
-__device__ __forceinline__ int blocked(int row, int column) {
+__device__ __forceinline__ unsigned blocked(unsigned row, unsigned column) {
   return ((row / 8) * 2 + column / 8) * 64 + (row % 8) * 8 + column % 8;
 }
 
 // Operand A, rows = the 16 tokens, depth = columns k0 .. k0+15.
 template <int D>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], const __nv_bfloat16* tile_smem, int k0) {
-  const int lane = threadIdx.x % 32;
+  const unsigned lane = threadIdx.x % 32;
   ptx::ldmatrix_x4(a, ptx::smem_address(tile_smem + swizzled<D>(lane % 16, k0 + lane / 16 * kGranule)));
 }
 
 // Operand B of two products: columns = tokens 0-7 (b[0]) and 8-15 (b[1]), depth = columns k0 .. k0+15 of the tile.
 template <int D>
 __device__ __forceinline__ void load_b_tokens(uint32_t (&b)[2][2], const __nv_bfloat16* tile_smem, int k0) {
-  const int lane = threadIdx.x % 32;
+  const unsigned lane = threadIdx.x % 32;
   uint32_t r[4];
   ptx::ldmatrix_x4(r,
                    ptx::smem_address(tile_smem + swizzled<D>(lane % 8 + lane / 16 * 8, k0 + lane / 8 % 2 * kGranule)));
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_b_tokens(uint32_t (&b)[2][2], const __nv_bf
 // tokens.
 template <int D>
 __device__ __forceinline__ void load_b_columns(uint32_t (&b)[2][2], const __nv_bfloat16* tile_smem, int n0) {
-  const int lane = threadIdx.x % 32;
+  const unsigned lane = threadIdx.x % 32;
   uint32_t r[4];
   ptx::ldmatrix_x4_trans(r, ptx::smem_address(tile_smem + swizzled<D>(lane % 16, n0 + lane / 16 * kGranule)));
   b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_b_columns(uint32_t (&b)[2][2], const __nv_b
 
 // Operand B of two products: columns = rows 0-7 (b[0]) and 8-15 (b[1]) of a square tile, depth = its columns.
 __device__ __forceinline__ void load_b_square(uint32_t (&b)[2][2], const __nv_bfloat16* square_smem) {
-  const int lane = threadIdx.x % 32;
+  const unsigned lane = threadIdx.x % 32;
   uint32_t r[4];
   ptx::ldmatrix_x4(r, ptx::smem_address(square_smem + lane * kGranule));
   b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];

@@ -20,8 +20,9 @@ KDA_EXPORT int32_t kda_abi_version(void) { return KDA_ABI_VERSION; }
 
 KDA_EXPORT const KdaStep* kda_steps(int32_t* count) {
   static const KdaStep steps[] = {
-#define KDA_STEP(number, slug, devices, cpu_chunks, cuda_chunks, cpu_budget, cuda_budget, title, idea) \
-  {number, devices, cpu_chunks, cpu_budget, #slug, title, idea},
+#define KDA_STEP(number, slug, devices, cpu_chunks, cuda_chunks, compute_capability, cpu_budget, cuda_budget, title, \
+                 idea)                                                                                               \
+  {number, devices, cpu_chunks, compute_capability, cpu_budget, #slug, title, idea},
 #include "../steps.def"
   };
   *count = sizeof(steps) / sizeof(steps[0]);
@@ -60,12 +61,14 @@ KDA_EXPORT const char* stub_last_args(void) {
   auto line = [](const char* name, long long value) { text += std::string(name) + " " + std::to_string(value) + "\n"; };
 #define INTEGER(field) line(#field, static_cast<long long>(last.field));
 #define POINTER(field) line(#field, reinterpret_cast<long long>(last.field));
-  INTEGER(struct_bytes) INTEGER(B) INTEGER(T) INTEGER(H) INTEGER(K) INTEGER(V) INTEGER(N) INTEGER(chunk)
-  line("scale", static_cast<long long>(last.scale * 1000)), line("lower_bound", static_cast<long long>(last.lower_bound * 1000));
-  POINTER(q) POINTER(k) POINTER(v) POINTER(g) POINTER(beta) POINTER(A_log) POINTER(dt_bias) POINTER(out)
-  POINTER(initial_state) POINTER(final_state) POINTER(cu_seqlens)
-  INTEGER(initial_state_dtype) INTEGER(final_state_dtype) INTEGER(cu_seqlens_dtype) INTEGER(device)
-  POINTER(stream) POINTER(workspace) INTEGER(workspace_bytes) POINTER(push_range) POINTER(pop_range)
-  return text.c_str();
+  INTEGER(struct_bytes)
+  INTEGER(B) INTEGER(T) INTEGER(H) INTEGER(K) INTEGER(V) INTEGER(N) INTEGER(chunk)
+      line("scale", static_cast<long long>(last.scale * 1000)),
+      line("lower_bound", static_cast<long long>(last.lower_bound * 1000));
+  POINTER(q)
+  POINTER(k) POINTER(v) POINTER(g) POINTER(beta) POINTER(A_log) POINTER(dt_bias) POINTER(out) POINTER(initial_state)
+      POINTER(final_state) POINTER(cu_seqlens) INTEGER(initial_state_dtype) INTEGER(final_state_dtype)
+          INTEGER(cu_seqlens_dtype) INTEGER(device) POINTER(stream) POINTER(workspace) INTEGER(workspace_bytes)
+              POINTER(push_range) POINTER(pop_range) return text.c_str();
 }
 }

@@ -1,0 +1,664 @@
+// Step 6, register_state: shorten the chain that the state makes from chunk to chunk, and move everything in bulk.
+//
+// Idea. Step 5's chain per chunk is S -> S k_decayed^T -> U = INV (..) -> output and update. The WY form takes INV out
+// of it:
+//   w = INV diag(beta) k_decayed    P = Mqk INV diag(beta)    q' = q_decayed - P k_decayed          (all in prepare)
+//   U = INV diag(beta) V - w S^T    O = q' S^T + P V          S <- S diag(decay) + U^T k_restored
+// so that one product with S gives both U and O (the rows of w and q' lie one below the other), and the output no
+// longer waits for U: its error for identical keys falls as well.
+//
+// What changed against step 5:  kda-lab diff 5 6
+//   WY form       prepare does 3 more small products a chunk, recurrence 2 fewer, and none of them in the chain
+//   wgmma         a warpgroup multiplies its 64 rows of S at once and reads the other operand from shared memory itself
+//   bulk copies   a producer warp keeps STAGES chunks in flight; consumers wait on barriers of one chunk, not on each
+//   other value split   rows of S are independent: with few heads two CTAs take 64 rows each launch        recurrence
+//   starts while prepare drains (programmatic dependent launch)
+//
+// In the profiler: prepare and, from H = 96 up, recurrence are bound by device memory; with fewer heads recurrence is
+// the chain of two dependent products a chunk.
+//
+// Numbers. As step 5: bf16 factors rounded once, fp32 state; w and q' are formed from INV and P split into two bf16
+// each, then rounded once. Compute capability 9.0 only. A NaN reaches the other rows of its own chunk, nothing before
+// or beside it.
+#include <algorithm>
+#include <cfloat>
+
+#include "../common/hopper.cuh"
+#include "../common/launch.cuh"
+#include "../common/state_rows.cuh"
+#include "../common/tensors.cuh"
+#include "../common/tile.cuh"
+
+namespace kda::step6 {
+
+constexpr int CHUNK = 16;
+constexpr int PANEL = 64;  // columns of a panel: rows of 128 bytes, which wgmma reads with the 128-byte swizzle
+constexpr int WARPGROUP = 128;
+constexpr float LOG2_E = 1.4426950408889634f;
+
+using tile::high_float;
+using tile::low_float;
+
+// Where element (row, column) of a [ROWS, D] matrix lies that is stored as D / 64 panels [ROWS, 64].
+template <int ROWS>
+__device__ __forceinline__ unsigned panel(unsigned row, unsigned column) {
+  return column / PANEL * ROWS * PANEL + tile::swizzled<PANEL>(row, column % PANEL);
+}
+
+// One chunk of one head, byte for byte as recurrence wants it in shared memory. D = K = V.
+template <int D>
+struct alignas(128) ChunkImage {
+  bf16 wq[2 * CHUNK * D];      // panels of 32 rows: -w, then q'. Prepare holds k_decayed and q_decayed here first
+  bf16 k_restored[CHUNK * D];  // panels of 16 rows: k^ 2^(G_C - G)
+  float decay[D];              // 2^G_C
+  bf16 INV_beta_P[2 * CHUNK * CHUNK];  // square tiles: INV diag(beta), then P
+};
+
+constexpr int TOKENS = 4;               // a thread of prepare has 4 channels of 4 tokens,
+constexpr int GROUPS = CHUNK / TOKENS;  // D / 4 threads a whole row, 4 such groups the chunk
+
+template <int D>
+struct alignas(128) PrepareSmem {
+  ChunkImage<D> image;
+  bf16 q[CHUNK * D], g[CHUNK * D];  // inputs [16, D]; the next chunk's, once this one's are in registers
+  bf16 k[CHUNK * D];                // likewise; in between panels of 16 rows: k_inv = k^ 2^-G
+  union {
+    float gate_total_log2[GROUPS][D];
+    struct {
+      float L_columns[CHUNK][CHUNK];                         // L transposed
+      bf16 Mqk_high[CHUNK * CHUNK], Mqk_low[CHUNK * CHUNK];  // square tiles, their sum is Mqk
+      bf16 INV_beta_low[CHUNK * CHUNK];                      // what INV_beta_P's rounding left
+    };
+  };
+  float beta[CHUNK];
+};
+
+// log2 of the decay of one token and channel. exp(A_log) = inf comes clamped, so that 0 * inf cannot make a NaN.
+__device__ __forceinline__ float activate_gate(float g_raw, float dt_bias, float rate_log2, float gate_scale_log2) {
+  return gate_scale_log2 * ptx::rcp_approx_ftz(1.0f + ptx::ex2_approx_ftz(-rate_log2 * (g_raw + dt_bias)));
+}
+
+// From g_log2 to G_log2, its running sum, in place. The groups before this one add what they sum up to through shared
+// memory; G_C, the sum over the chunk, falls out on the way.
+template <int D>
+__device__ __forceinline__ void accumulate_gate(float (&G_log2)[TOKENS][4], float4& G_C_log2,
+                                                float (&gate_total_log2_smem)[GROUPS][D], unsigned group,
+                                                unsigned channel) {
+#pragma unroll
+  for (int t = 1; t < TOKENS; ++t) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) G_log2[t][c] += G_log2[t - 1][c];
+  }
+  const float (&total)[4] = G_log2[TOKENS - 1];
+  store4(&gate_total_log2_smem[group][channel], total);
+  __syncthreads();
+  float4 before = {};
+  G_C_log2 = {};
+#pragma unroll
+  for (int other = 0; other < GROUPS; ++other) {
+    const float4 add = *reinterpret_cast<const float4*>(&gate_total_log2_smem[other][channel]);
+    if (other == group) before = G_C_log2;
+    G_C_log2 = {G_C_log2.x + add.x, G_C_log2.y + add.y, G_C_log2.z + add.z, G_C_log2.w + add.w};
+  }
+#pragma unroll
+  for (int t = 0; t < TOKENS; ++t) {
+    G_log2[t][0] += before.x, G_log2[t][1] += before.y, G_log2[t][2] += before.z, G_log2[t][3] += before.w;
+  }
+}
+
+// 1 / |x| of this group's TOKENS rows of q and k, each row spread over D / 4 lanes; eps as in the definition.
+template <int D>
+__device__ __forceinline__ void normalise(float (&q_factor)[TOKENS], float (&k_factor)[TOKENS],
+                                          const uint2 (&q_reg)[TOKENS], const uint2 (&k_reg)[TOKENS]) {
+  constexpr int LANES = D / 4, LANES_PER_SUM = LANES / (2 * TOKENS);
+  float squares[2 * TOKENS];
+#pragma unroll
+  for (int t = 0; t < TOKENS; ++t) {
+    float q[4], k[4];
+    tile::unpack(q, q_reg[t]);
+    tile::unpack(k, k_reg[t]);
+    squares[t] = q[0] * q[0] + q[1] * q[1] + q[2] * q[2] + q[3] * q[3];
+    squares[TOKENS + t] = k[0] * k[0] + k[1] * k[1] + k[2] * k[2] + k[3] * k[3];
+  }
+  const float factor = ptx::rsqrt_approx_ftz(tile::group_sums<LANES / 2>(squares) + 1e-6f);
+#pragma unroll
+  for (int t = 0; t < TOKENS; ++t) {
+    q_factor[t] = __shfl_sync(0xffffffffu, factor, t * LANES_PER_SUM, LANES);
+    k_factor[t] = __shfl_sync(0xffffffffu, factor, (TOKENS + t) * LANES_PER_SUM, LANES);
+  }
+}
+
+// The four decayed forms of q^ and k^, each rounded once, from fp32.
+template <int D>
+__device__ __forceinline__ void apply_decay(PrepareSmem<D>& smem, const uint2 (&q_reg)[TOKENS],
+                                            const uint2 (&k_reg)[TOKENS], const float (&G_log2)[TOKENS][4],
+                                            float4 G_C_log2, unsigned group, unsigned channel, float scale) {
+  float q_factor[TOKENS], k_factor[TOKENS];
+  normalise<D>(q_factor, k_factor, q_reg, k_reg);
+  const float decay_C[4] = {ptx::ex2_approx_ftz(G_C_log2.x), ptx::ex2_approx_ftz(G_C_log2.y),
+                            ptx::ex2_approx_ftz(G_C_log2.z), ptx::ex2_approx_ftz(G_C_log2.w)};
+#pragma unroll
+  for (int t = 0; t < TOKENS; ++t) {
+    float q[4], k[4], k_decayed[4], q_decayed[4], k_inv[4], k_restored[4];
+    tile::unpack(q, q_reg[t]);
+    tile::unpack(k, k_reg[t]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float decay = ptx::ex2_approx_ftz(G_log2[t][c]), k_unit = k_factor[t] * k[c];
+      q_decayed[c] = scale * q_factor[t] * q[c] * decay;
+      k_decayed[c] = k_unit * decay;
+      k_inv[c] = k_unit * ptx::ex2_approx_ftz(-G_log2[t][c]);
+      k_restored[c] = k_inv[c] * decay_C[c];
+    }
+    const unsigned row = group * TOKENS + t, at = panel<CHUNK>(row, channel);
+    *reinterpret_cast<uint2*>(&smem.image.wq[panel<2 * CHUNK>(row, channel)]) = tile::pack(k_decayed);
+    *reinterpret_cast<uint2*>(&smem.image.wq[panel<2 * CHUNK>(CHUNK + row, channel)]) = tile::pack(q_decayed);
+    *reinterpret_cast<uint2*>(&smem.k[at]) = tile::pack(k_inv);
+    *reinterpret_cast<uint2*>(&smem.image.k_restored[at]) = tile::pack(k_restored);
+  }
+  if (group == 0) store4(&smem.image.decay[channel], decay_C);
+}
+
+// A pair of floats as two pairs of bf16 whose sum has 16 bits of mantissa.
+__device__ __forceinline__ void split(uint32_t& high, uint32_t& low, float x, float y) {
+  high = ptx::cvt_rn_bf16x2(x, y);
+  low = ptx::cvt_rn_bf16x2(x - low_float(high), y - high_float(high));
+}
+
+// L = beta * tril(k_decayed k_inv^T, -1) in fp32, Mqk = tril(q_decayed k_inv^T) split. Four jobs, each 8 columns of
+// one.
+template <int D>
+__device__ __forceinline__ void form_L_and_Mqk(PrepareSmem<D>& smem, unsigned job) {
+  const unsigned lane = threadIdx.x % 32, i = lane / 4, j0 = job % 2 * 8, j = j0 + lane % 4 * 2;
+  const unsigned first_row = job < 2 ? 0 : CHUNK;
+  float sums[2][4] = {};  // two chains of products instead of one: half the latency
+#pragma unroll
+  for (int k0 = 0; k0 < D; k0 += 32) {
+    uint32_t a[2][4], b[4];
+    ptx::ldmatrix_x4(b, ptx::smem_address(smem.k + panel<CHUNK>(j0 + lane % 8, k0 + lane / 8 * 8)));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = panel<2 * CHUNK>(first_row + lane % 16, k0 + half * 16 + lane / 16 * 8);
+      ptx::ldmatrix_x4(a[half], ptx::smem_address(smem.image.wq + at));
+      ptx::mma_m16n8k16_bf16(sums[half], a[half], {b[half * 2], b[half * 2 + 1]});
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const unsigned row = i + half * 8;
+    const float x = sums[0][half * 2] + sums[1][half * 2], y = sums[0][half * 2 + 1] + sums[1][half * 2 + 1];
+    if (job < 2) {
+      smem.L_columns[j][row] = row > j ? smem.beta[row] * x : 0.0f;
+      smem.L_columns[j + 1][row] = row > j + 1 ? smem.beta[row] * y : 0.0f;
+    } else {
+      uint32_t high, low;
+      split(high, low, row >= j ? x : 0.0f, row >= j + 1 ? y : 0.0f);
+      *reinterpret_cast<uint32_t*>(&smem.Mqk_high[tile::blocked(row, j)]) = high;
+      *reinterpret_cast<uint32_t*>(&smem.Mqk_low[tile::blocked(row, j)]) = low;
+    }
+  }
+}
+
+// INV = (I + L)^-1 by substitution in fp32: exact to rounding, whatever the keys. INV (I + L) = I has one unknown row
+// of INV per lane (lanes 16-31 repeat 0-15), solved from the diagonal to the left; rows, because they leave in 16-byte
+// pieces.
+template <int D>
+__device__ __forceinline__ void invert_unit_lower(PrepareSmem<D>& smem) {
+  const unsigned i = threadIdx.x % CHUNK, half = threadIdx.x % 32 / CHUNK;
+  float row[CHUNK];
+#pragma unroll
+  for (int j = CHUNK - 1; j >= 0; --j) {
+    row[j] = i == j ? 1.0f : 0.0f;
+#pragma unroll
+    for (int m = CHUNK - 1; m > j; --m) row[j] -= row[m] * smem.L_columns[j][m];
+  }
+  uint32_t high[4], low[4];  // each half of the lanes writes 8 columns
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const float x = half ? row[2 * c + 8] : row[2 * c], y = half ? row[2 * c + 9] : row[2 * c + 1];
+    split(high[c], low[c], x * smem.beta[half * 8 + 2 * c], y * smem.beta[half * 8 + 2 * c + 1]);
+  }
+  const unsigned at = tile::blocked(i, half * 8);
+  *reinterpret_cast<uint4*>(&smem.image.INV_beta_P[at]) = {high[0], high[1], high[2], high[3]};
+  *reinterpret_cast<uint4*>(&smem.INV_beta_low[at]) = {low[0], low[1], low[2], low[3]};
+}
+
+// A square tile as operand A, or with `transposed` loads as operand B: b[0], b[1] columns 0-7, b[2], b[3] columns 8-15.
+__device__ __forceinline__ uint32_t square_address(const bf16* square_smem) {
+  const unsigned lane = threadIdx.x % 32, block = lane / 8 % 2 * 2 + lane / 16;
+  return ptx::smem_address(square_smem + block * 64 + lane % 8 * 8);
+}
+
+// P = Mqk INV_beta, then -w = -INV_beta k_decayed and q' = q_decayed - P k_decayed in the place of k_decayed and
+// q_decayed. Factors that are sums of two bf16 keep the cancellation in w (nearly equal keys) exact to fp32.
+template <int D>
+__device__ __forceinline__ void form_w_and_q(PrepareSmem<D>& smem, unsigned warp) {
+  constexpr uint32_t SIGNS = 0x80008000;
+  const unsigned lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+  uint32_t INV_high[4], INV_low[4], P_high[4], P_low[4];  // operands A, all negated
+  {
+    uint32_t Mqk_high[4], Mqk_low[4], b_high[4], b_low[4];
+    ptx::ldmatrix_x4(Mqk_high, square_address(smem.Mqk_high));
+    ptx::ldmatrix_x4(Mqk_low, square_address(smem.Mqk_low));
+    ptx::ldmatrix_x4_trans(b_high, square_address(smem.image.INV_beta_P));
+    ptx::ldmatrix_x4_trans(b_low, square_address(smem.INV_beta_low));
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float P[4] = {};
+      ptx::mma_m16n8k16_bf16(P, Mqk_low, {b_high[n * 2], b_high[n * 2 + 1]});
+      ptx::mma_m16n8k16_bf16(P, Mqk_high, {b_low[n * 2], b_low[n * 2 + 1]});
+      ptx::mma_m16n8k16_bf16(P, Mqk_high, {b_high[n * 2], b_high[n * 2 + 1]});
+      split(P_high[n * 2], P_low[n * 2], -P[0], -P[1]);
+      split(P_high[n * 2 + 1], P_low[n * 2 + 1], -P[2], -P[3]);
+    }
+  }
+  ptx::ldmatrix_x4(INV_high, square_address(smem.image.INV_beta_P));
+  ptx::ldmatrix_x4(INV_low, square_address(smem.INV_beta_low));
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    INV_high[r] ^= SIGNS, INV_low[r] ^= SIGNS;
+    if (warp == 0) {
+      const int at = tile::blocked(row + r % 2 * 8, column + r / 2 * 8);
+      *reinterpret_cast<uint32_t*>(&smem.image.INV_beta_P[CHUNK * CHUNK + at]) = P_high[r] ^ SIGNS;
+    }
+  }
+#pragma unroll
+  for (unsigned n0 = warp * 32; n0 < warp * 32 + 32; n0 += 16) {
+    uint32_t b[4];
+    ptx::ldmatrix_x4_trans(b, ptx::smem_address(smem.image.wq + panel<2 * CHUNK>(lane % 16, n0 + lane / 16 * 8)));
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      bf16* at[2][2];  // w and q, rows `row` and `row` + 8
+#pragma unroll
+      for (int r = 0; r < 4; ++r) at[r / 2][r % 2] = &smem.image.wq[panel<2 * CHUNK>(row + r * 8, n0 + n * 8 + column)];
+      const uint32_t q0 = *reinterpret_cast<const uint32_t*>(at[1][0]),
+                     q1 = *reinterpret_cast<const uint32_t*>(at[1][1]);
+      float w[4] = {}, q[4] = {low_float(q0), high_float(q0), low_float(q1), high_float(q1)};
+      ptx::mma_m16n8k16_bf16(w, INV_low, {b[n * 2], b[n * 2 + 1]});
+      ptx::mma_m16n8k16_bf16(q, P_low, {b[n * 2], b[n * 2 + 1]});
+      ptx::mma_m16n8k16_bf16(w, INV_high, {b[n * 2], b[n * 2 + 1]});
+      ptx::mma_m16n8k16_bf16(q, P_high, {b[n * 2], b[n * 2 + 1]});
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        *reinterpret_cast<uint32_t*>(at[0][half]) = ptx::cvt_rn_bf16x2(w[half * 2], w[half * 2 + 1]);
+        *reinterpret_cast<uint32_t*>(at[1][half]) = ptx::cvt_rn_bf16x2(q[half * 2], q[half * 2 + 1]);
+      }
+    }
+  }
+}
+
+// A walk over the chunks in slots slot, slot + stride, ...
+struct Cursor {
+  unsigned slot, end, stride;
+  int64_t n;    // the sequence that owns the slot
+  Chunk chunk;  // what it holds, once found() has said that there is something
+
+  __device__ __forceinline__ bool found(const Sequences& sequences) {
+    for (; slot < end; slot += stride) {
+      if (!sequences.cu_seqlens) {
+        n = sequence_of_slot<CHUNK>(sequences, slot);
+      } else {  // it is this one or not far behind
+        while (n + 1 < sequences.N && first_slot<CHUNK>(sequences, n + 1) <= slot) ++n;
+      }
+      chunk = chunk_of_slot<CHUNK>(sequences, n, slot);
+      if (chunk.tokens > 0) return true;
+    }
+    return false;
+  }
+};
+
+// Starts the copy of a chunk's rows of one head. Rows past the sequence's end are filled with zeros and not read: they
+// are another sequence's.
+template <int D>
+__device__ __forceinline__ void load_rows(bf16* rows_smem, const bf16* source, const Chunk& chunk, unsigned H,
+                                          unsigned h) {
+  constexpr unsigned GRANULES = D / 8;  // of 16 bytes in a row; D threads move 8 rows at a time
+  const unsigned row = threadIdx.x / GRANULES, column = threadIdx.x % GRANULES * 8;
+  const bf16* first = source + (chunk.start * H + h) * D;
+#pragma unroll
+  for (unsigned half = 0; half < CHUNK; half += CHUNK / 2) {
+    const bool inside = half + row < chunk.tokens;
+    ptx::cp_async_16(ptx::smem_address(&rows_smem[(half + row) * D + column]),
+                     first + (inside ? (half + row) * H * D + column : 0), inside ? 16 : 0);
+  }
+}
+
+// The logit of beta that thread i < 16 turns into the chunk's beta; a row past the end gets any number.
+__device__ __forceinline__ bf16 load_beta(const Tensors& tensors, const Chunk& chunk, unsigned h) {
+  if (threadIdx.x >= CHUNK) return {};
+  return tensors.beta[(chunk.start + min(threadIdx.x, chunk.tokens - 1u)) * tensors.H + h];
+}
+
+// CTAs of prepare that fit on a multiprocessor.
+template <int D>
+constexpr int CTAS = 768 / D;
+
+// Grid: H x any number of strides, heads fastest (they are neighbours in memory). A CTA prepares every stride-th chunk
+// of one head; the next chunk's rows are under way while it multiplies and inverts.
+template <int D>
+__global__ void __launch_bounds__(D, CTAS<D>)
+    prepare(Tensors tensors, ChunkImage<D>* __restrict__ images /* [slots, H] */, unsigned slots, float scale,
+            float gate_scale_log2) {
+#if KDA_HOPPER
+  __shared__ PrepareSmem<D> smem;
+  ptx::griddepcontrol_launch_dependents();
+  const unsigned H = static_cast<unsigned>(tensors.H), h = blockIdx.x % H, stride = gridDim.x / H;
+  const unsigned warp = threadIdx.x / 32, group = threadIdx.x / (D / 4), channel = threadIdx.x % (D / 4) * 4;
+  float bias[4];
+  load4(bias, tensors.dt_bias + h * D + channel);
+  const float rate = LOG2_E * expf(tensors.A_log[h]), rate_log2 = rate > FLT_MAX ? FLT_MAX : rate;  // a NaN stays one
+
+  const unsigned first = blockIdx.x / H;
+  Cursor cursor = {first, slots, stride, sequence_of_slot<CHUNK>(tensors.sequences, first), {}};
+  bool more = cursor.found(tensors.sequences);
+  bf16 beta_logit = {};
+  if (more) {
+    beta_logit = load_beta(tensors, cursor.chunk, h);
+    load_rows<D>(smem.q, tensors.q, cursor.chunk, H, h);
+    load_rows<D>(smem.g, tensors.g, cursor.chunk, H, h);
+    load_rows<D>(smem.k, tensors.k, cursor.chunk, H, h);
+  }
+  ptx::cp_async_wait_all();
+  __syncthreads();
+  while (more) {
+    const Chunk chunk = cursor.chunk;
+    uint2 q_reg[TOKENS], k_reg[TOKENS];
+    float G_log2[TOKENS][4];
+#pragma unroll
+    for (unsigned t = 0; t < TOKENS; ++t) {
+      const unsigned at = (group * TOKENS + t) * D + channel;
+      q_reg[t] = *reinterpret_cast<const uint2*>(&smem.q[at]);
+      k_reg[t] = *reinterpret_cast<const uint2*>(&smem.k[at]);
+      tile::unpack(G_log2[t], *reinterpret_cast<const uint2*>(&smem.g[at]));
+#pragma unroll
+      for (int c = 0; c < 4; ++c) G_log2[t][c] = activate_gate(G_log2[t][c], bias[c], rate_log2, gate_scale_log2);
+    }
+    if (chunk.tokens < CHUNK) {  // only in a last chunk: rows past the end do not decay
+#pragma unroll
+      for (int t = 0; t < TOKENS; ++t) {
+        if (group * TOKENS + t >= chunk.tokens) G_log2[t][0] = G_log2[t][1] = G_log2[t][2] = G_log2[t][3] = 0.0f;
+      }
+    }
+    if (threadIdx.x < CHUNK) {
+      const float logit = threadIdx.x < chunk.tokens ? __bfloat162float(beta_logit) : 0.0f;
+      smem.beta[threadIdx.x] = activate_gate(logit, 0.0f, LOG2_E, 1.0f);
+    }
+    if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group_read();  // the image before has left shared memory
+    float4 G_C_log2;
+    accumulate_gate<D>(G_log2, G_C_log2, smem.gate_total_log2, group, channel);
+    apply_decay<D>(smem, q_reg, k_reg, G_log2, G_C_log2, group, channel, scale);
+    ChunkImage<D>* image = &images[int64_t{cursor.slot} * H + h];
+    cursor.slot += stride;
+    more = cursor.found(tensors.sequences);
+    if (more) {
+      beta_logit = load_beta(tensors, cursor.chunk, h);
+      load_rows<D>(smem.q, tensors.q, cursor.chunk, H, h);
+      load_rows<D>(smem.g, tensors.g, cursor.chunk, H, h);
+    }
+    __syncthreads();
+#pragma unroll
+    for (unsigned job = 0; job < 4; job += D / 32) form_L_and_Mqk<D>(smem, job + warp);
+    __syncthreads();
+    if (more) load_rows<D>(smem.k, tensors.k, cursor.chunk, H, h);
+    if (warp == 0) invert_unit_lower<D>(smem);
+    __syncthreads();
+    form_w_and_q<D>(smem, warp);
+    ptx::cp_async_wait_all();
+    ptx::fence_proxy_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ptx::cp_async_bulk_store(image, &smem.image, sizeof(ChunkImage<D>));
+      ptx::cp_async_bulk_commit_group();
+    }
+  }
+  if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group_read();
+#endif
+}
+
+// ---- recurrence: a warpgroup owns 64 rows of the state
+// ---------------------------------------------------------------
+
+// Chunks under way between device memory and recurrence; more than half of shared memory, so that no multiprocessor
+// gets two CTAs while others have none.
+constexpr int STAGES = 8;
+
+// Where both sides are in the ring of stages.
+struct Ring {
+  unsigned stage = 0, parity = 0;
+  __device__ __forceinline__ unsigned previous() const { return (stage + STAGES - 1) % STAGES; }
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+template <int D, int WARPGROUPS>
+struct alignas(1024) RecurrenceStage {
+  ChunkImage<D> image;
+  bf16 v[WARPGROUPS * CHUNK * PANEL];  // panels of 16 rows, one a warpgroup
+};
+
+template <int D, int WARPGROUPS>
+struct RecurrenceSmem {
+  RecurrenceStage<D, WARPGROUPS> stages[STAGES];
+  uint64_t full[STAGES], empty[STAGES];
+};
+
+// The state as the A operand of products over k.
+template <int D>
+__device__ __forceinline__ void round_state(uint32_t (&S_bf16)[D / 16][4], const float (&S_reg)[D / 8][4]) {
+#pragma unroll
+  for (int k = 0; k < D / 16; ++k) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float (&S)[4] = S_reg[k * 2 + half];
+      S_bf16[k][half * 2] = ptx::cvt_rn_bf16x2(S[0], S[1]);
+      S_bf16[k][half * 2 + 1] = ptx::cvt_rn_bf16x2(S[2], S[3]);
+    }
+  }
+}
+
+#if KDA_HOPPER
+
+// The producer, one warp: keeps the ring of stages full. Rows of v past the sequence's end are filled with zeros and
+// not read: they are another sequence's.
+template <int D, int WARPGROUPS>
+__device__ __forceinline__ void produce(RecurrenceSmem<D, WARPGROUPS>& smem, const ChunkImage<D>* image, const bf16* v,
+                                        int64_t length, unsigned H) {
+  constexpr unsigned GRANULES = WARPGROUPS * PANEL / 8;  // of 16 bytes in a row
+  const unsigned lane = threadIdx.x % 32, row_pitch = H * D;
+  ptx::griddepcontrol_wait();  // the images are there from here on
+  Ring ring;
+  for (; length > 0; length -= CHUNK, ring.advance()) {
+    RecurrenceStage<D, WARPGROUPS>& stage = smem.stages[ring.stage];
+    ptx::mbarrier_wait(&smem.empty[ring.stage], ring.parity);
+    if (lane == 0) {
+      ptx::mbarrier_arrive_expect_tx(&smem.full[ring.stage], sizeof(ChunkImage<D>));
+      ptx::cp_async_bulk_load(&stage.image, image, sizeof(ChunkImage<D>), &smem.full[ring.stage]);
+    }
+#pragma unroll
+    for (unsigned i = lane; i < CHUNK * GRANULES; i += 32) {
+      const unsigned token = i / GRANULES, column = i % GRANULES * 8;
+      const bool inside = token < length;
+      ptx::cp_async_16(ptx::smem_address(&stage.v[panel<CHUNK>(token, column)]),
+                       v + (inside ? token * row_pitch + column : 0), inside ? 16 : 0);
+    }
+    ptx::cp_async_mbarrier_arrive_noinc(&smem.full[ring.stage]);
+    image += H, v += CHUNK * row_pitch;
+  }
+}
+
+// This lane's part of V^T as operand A.
+__device__ __forceinline__ void load_values(uint32_t (&V_reg)[4], const bf16* v_smem) {
+  const unsigned lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const unsigned at = panel<CHUNK>(j * 8 + lane / 4, threadIdx.x / 32 * 16 + lane % 4 * 4);
+    const uint2 v = *reinterpret_cast<const uint2*>(&v_smem[at]);
+    V_reg[j * 2] = ptx::movmatrix_trans(v.x), V_reg[j * 2 + 1] = ptx::movmatrix_trans(v.y);
+  }
+}
+
+// `out` points at this lane's first element: token lane / 4 of the chunk, 4 neighbouring values.
+__device__ __forceinline__ void write_output(bf16* out, const float (&UO)[4][4], unsigned tokens, unsigned row_pitch) {
+#pragma unroll
+  for (unsigned j = 0; j < 2; ++j) {
+    const float (&o)[4] = UO[2 + j];
+    const uint2 pairs = {ptx::movmatrix_trans(ptx::cvt_rn_bf16x2(o[0], o[1])),
+                         ptx::movmatrix_trans(ptx::cvt_rn_bf16x2(o[2], o[3]))};
+    if (j * 8 + threadIdx.x % 32 / 4 < tokens) *reinterpret_cast<uint2*>(out + j * 8 * row_pitch) = pairs;
+  }
+}
+
+template <int D>
+__device__ __forceinline__ void decay_state(float (&S_reg)[D / 8][4], const float2 (&decay)[D / 8]) {
+#pragma unroll
+  for (int n = 0; n < D / 8; ++n) {
+    S_reg[n][0] *= decay[n].x, S_reg[n][1] *= decay[n].y, S_reg[n][2] *= decay[n].x, S_reg[n][3] *= decay[n].y;
+  }
+}
+
+// The consumers: warpgroup by warpgroup, 64 rows of S from the first chunk to the last.
+//   [U^T O^T] = V^T [INV_beta; P]^T + S [-w; q']^T        rows v, columns the 16 tokens of each
+//   S         = S diag(decay) + U^T k_restored
+// `out` as in write_output.
+template <int D, int WARPGROUPS>
+__device__ __forceinline__ void consume(RecurrenceSmem<D, WARPGROUPS>& smem, float (&S_reg)[D / 8][4], bf16* out,
+                                        int64_t length, unsigned row_pitch) {
+  const ChunkImage<D>& first = smem.stages[0].image;
+  const uint64_t INV_beta_P = ptx::matrix_descriptor(first.INV_beta_P, 128, 256, 0);
+  const uint64_t wq = ptx::matrix_descriptor(first.wq, 16, 1024, 1);
+  const uint64_t k_restored = ptx::matrix_descriptor(first.k_restored, CHUNK * PANEL * sizeof(bf16), 1024, 1);
+  if (threadIdx.x % 32 == 0) {  // at first all stages are empty; the last one is handed over with chunk 0
+    for (int s = 0; s < STAGES - 1; ++s) ptx::mbarrier_arrive(&smem.empty[s]);
+  }
+  Ring ring;
+  for (; length > 0; length -= CHUNK, ring.advance()) {
+    const RecurrenceStage<D, WARPGROUPS>& stage = smem.stages[ring.stage];
+    const uint32_t offset = ring.stage * sizeof(stage);
+    uint32_t S_bf16[D / 16][4], V_reg[4], U_reg[4];
+    float UO[4][4];
+    float2 decay[D / 8];
+    ptx::mbarrier_wait(&smem.full[ring.stage], ring.parity);
+    load_values(V_reg, stage.v);
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n) {
+      decay[n] = *reinterpret_cast<const float2*>(&stage.image.decay[n * 8 + threadIdx.x % 4 * 2]);
+    }
+    ptx::wgmma_wait_group();  // the update by the chunk before
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&smem.empty[ring.previous()]);
+    round_state<D>(S_bf16, S_reg);
+    ptx::wgmma_fence();
+    ptx::wgmma_m64n32k16(UO, V_reg, ptx::advanced(INV_beta_P, offset), 0);
+#pragma unroll
+    for (int k = 0; k < D; k += 16) {
+      const uint32_t bytes = (k / PANEL * 2 * CHUNK * PANEL + k % PANEL) * sizeof(bf16);
+      ptx::wgmma_m64n32k16(UO, S_bf16[k / 16], ptx::advanced(wq, offset + bytes), 1);
+    }
+    ptx::wgmma_commit_group();
+    decay_state<D>(S_reg, decay);  // while the products run: they have the rounded state
+    ptx::wgmma_wait_group();
+#pragma unroll
+    for (int r = 0; r < 4; ++r) U_reg[r] = ptx::cvt_rn_bf16x2(UO[r / 2][r % 2 * 2], UO[r / 2][r % 2 * 2 + 1]);
+    ptx::wgmma_fence();
+    ptx::wgmma_m64nNk16_trans(S_reg, U_reg, ptx::advanced(k_restored, offset));
+    ptx::wgmma_commit_group();
+    write_output(out, UO, static_cast<unsigned>(min(int64_t{CHUNK}, length)), row_pitch);
+    out += CHUNK * row_pitch;
+  }
+  ptx::wgmma_wait_group();
+}
+
+#endif
+
+// Warps of one CTA. With two warpgroups of consumers the producer is a warpgroup too, so that it can give them
+// registers.
+constexpr int threads(int warpgroups) { return warpgroups == 2 ? 3 * WARPGROUP : WARPGROUP + 32; }
+
+// Grid: N x H x (D / 64 / WARPGROUPS), slices of the state fastest. One CTA carries 64 WARPGROUPS rows of one head's
+// state.
+template <int D, int WARPGROUPS>
+__global__ void __launch_bounds__(threads(WARPGROUPS), 1)
+    recurrence(Tensors tensors, const ChunkImage<D>* __restrict__ images /* [slots, H] */) {
+#if KDA_HOPPER
+  constexpr int SLICES = D / PANEL / WARPGROUPS;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  auto& smem = *reinterpret_cast<RecurrenceSmem<D, WARPGROUPS>*>(smem_bytes);
+  const unsigned H = static_cast<unsigned>(tensors.H), row_pitch = H * D;
+  const unsigned slice = blockIdx.x % SLICES, h = blockIdx.x / SLICES % H, n = blockIdx.x / SLICES / H;
+  const Span span = find_sequence(tensors.sequences, n);
+  const int64_t offset = span.start * row_pitch + h * D + slice * WARPGROUPS * PANEL;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      ptx::mbarrier_init(&smem.full[s], 32 + 1);           // every lane's copies of v, and the image
+      ptx::mbarrier_init(&smem.empty[s], WARPGROUPS * 4);  // every consumer warp
+    }
+    ptx::fence_proxy_async();
+  }
+  __syncthreads();
+
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // tells the compiler that a warp stays together
+  if (warp >= WARPGROUPS * 4) {
+    if constexpr (WARPGROUPS == 2) ptx::setmaxnreg_dec<40>();
+    if (warp == WARPGROUPS * 4) {
+      const int64_t slot = first_slot<CHUNK>(tensors.sequences, n);
+      produce<D, WARPGROUPS>(smem, images + slot * H + h, tensors.v + offset, span.end - span.start, H);
+    }
+  } else {
+    if constexpr (WARPGROUPS == 2) ptx::setmaxnreg_inc<232>();
+    const int64_t state_offset = ((int64_t{n} * H + h) * D + slice * WARPGROUPS * PANEL) * D;
+    float S_reg[D / 8][4];
+    load_state_rows<D>(S_reg, tensors.initial_state, state_offset);
+    const unsigned lane = threadIdx.x % 32;
+    bf16* out = tensors.out + offset + lane / 4 * row_pitch + threadIdx.x / 32 * 16 + lane % 4 * 4;
+    consume<D, WARPGROUPS>(smem, S_reg, out, span.end - span.start, row_pitch);
+    store_state_rows<D>(S_reg, tensors.final_state, state_offset);
+  }
+#endif
+}
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+int64_t workspace_bytes(const KdaArgs& args) {
+  if (args.K != args.V || (args.K != 64 && args.K != 128)) {
+    throw Error(KDA_UNSUPPORTED, format("K = %lld, V = %lld: register_state on CUDA runs K = V = 64 and K = V = 128",
+                                        static_cast<long long>(args.K), static_cast<long long>(args.V)));
+  }
+  const int64_t image_bytes = args.K == 64 ? sizeof(ChunkImage<64>) : sizeof(ChunkImage<128>);
+  return chunk_slots(args, CHUNK) * args.H * image_bytes;
+}
+
+template <int D, int WARPGROUPS>
+void run(const KdaArgs& args, unsigned multiprocessors) {
+  const Tensors tensors = tensors_of(args);
+  auto* images = static_cast<ChunkImage<D>*>(args.workspace);
+  const unsigned slots = static_cast<unsigned>(chunk_slots(args, CHUNK)), H = static_cast<unsigned>(args.H);
+  const unsigned strides =
+      std::min(slots, std::max(1u, CTAS<D> * multiprocessors / H));  // all CTAs at once on the chip
+  launch("prepare", args, prepare<D>, dim3(strides * H), dim3(D), 0, tensors, images, slots,
+         static_cast<float>(args.scale), static_cast<float>(args.lower_bound * double{LOG2_E}));
+  launch_dependent("recurrence", args, recurrence<D, WARPGROUPS>, dim3(args.N * H * (D / PANEL / WARPGROUPS)),
+                   dim3(threads(WARPGROUPS)), sizeof(RecurrenceSmem<D, WARPGROUPS>), tensors, images);
+}
+
+int attribute(cudaDeviceAttr which, const KdaArgs& args) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, args.device), "device attribute");
+  return value;
+}
+
+void forward(const KdaArgs& args) {
+  const int major = attribute(cudaDevAttrComputeCapabilityMajor, args);
+  const int minor = attribute(cudaDevAttrComputeCapabilityMinor, args);
+  if (major != 9 || minor != 0) {
+    throw Error(KDA_UNSUPPORTED, format("register_state needs compute capability 9.0 (wgmma); this GPU has %d.%d: "
+                                        "use fused_two_kernel",
+                                        major, minor));
+  }
+  const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount, args);
+  if (args.K == 64) return run<64, 1>(args, multiprocessors);
+  // Two CTAs a head, 64 rows of the state each, as long as the chip has room for all of them at once.
+  2 * args.N* args.H <= multiprocessors ? run<128, 1>(args, multiprocessors) : run<128, 2>(args, multiprocessors);
+}
+
+}  // namespace kda::step6
