@@ -67,7 +67,9 @@ def get(step: int | str | Step | None, device: str = "cpu") -> Step:
 
 
 def capability(gpu: int | None = None) -> int:
-    """Compute capability of a GPU, torch's current one by default: 90 for 9.0."""
+    """Compute capability of a GPU, torch's current one by default: 90 for 9.0; 0 where there is none."""
+    if not torch.cuda.is_available():
+        return 0
     major, minor = torch.cuda.get_device_capability(gpu)
     return 10 * major + minor
 

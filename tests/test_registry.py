@@ -62,7 +62,7 @@ def test_get(asked):
 
 def test_get_none_is_the_best_of_the_device():
     assert registry.get(None, "cpu").number == 5
-    assert registry.get(None, "cuda") == kda_lab.steps()[-1]
+    assert registry.get(None, "cuda").compute_capability in (0, registry.capability())
 
 
 @pytest.mark.parametrize("asked", [17, -1, "", "factor", "3_", 2.5, True])
