@@ -147,18 +147,29 @@ def test_tiny_and_large_values(step: int, magnitude: float) -> None:
     assert_right(inputs.with_(v=(inputs.v.double() * magnitude).bfloat16()), step)
 
 
+def with_all_values(inputs: Inputs) -> Inputs:
+    """The golden cases hold a few of their 128 value channels, which never meet; CUDA steps want all: the rest are 0."""
+    missing = inputs.K - inputs.V
+    state = inputs.initial_state
+    return inputs.with_(
+        v=torch.nn.functional.pad(inputs.v, (0, missing)),
+        initial_state=None if state is None else torch.nn.functional.pad(state, (0, 0, 0, missing)),
+    )
+
+
 @every_step
 def test_golden_case(golden_case: golden.GoldenCase, step: int) -> None:
     case, inputs = golden_case, golden_case.inputs
     if step not in PAIRWISE_STEPS and inputs.lower_bound < -5.2:
         pytest.skip(f"lower_bound {inputs.lower_bound} is beyond what a factored step can represent")
-    result = run(inputs, step, device="cuda")
-    out = result.out.cpu()
+    result = run(with_all_values(inputs), step, device="cuda")
+    out = result.out.cpu()[..., : inputs.V]
     if step in FP32_STEPS:
         assert_close(out, case.fp64_out, rms=output_tolerance(case.fp64_out))
         if case.fp64_final_state is not None:
             limit = state_tolerance(case.fp64_final_state, result.final_state.dtype)
-            assert_close(result.final_state.cpu(), case.fp64_final_state, rms=limit, name="final_state")
+            final_state = result.final_state.cpu()[..., : inputs.V, :]
+            assert_close(final_state, case.fp64_final_state, rms=limit, name="final_state")
         return
     good = case.fp64_out.isfinite() & case.peer_out.isfinite()
     if not case.fp64_out.isfinite().all():
