@@ -148,7 +148,7 @@ def test_tiny_and_large_values(step: int, magnitude: float) -> None:
 
 
 def with_all_values(inputs: Inputs) -> Inputs:
-    """The golden cases hold a few of their 128 value channels, which never meet; CUDA steps want all: the rest are 0."""
+    """The golden cases hold a few of their 128 value channels, which never meet; CUDA steps want all: the rest is 0."""
     missing = inputs.K - inputs.V
     state = inputs.initial_state
     return inputs.with_(
