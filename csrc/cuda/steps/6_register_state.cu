@@ -2,24 +2,33 @@
 //
 // Idea. Step 5's chain per chunk is S -> S k_decayed^T -> U = INV (..) -> output and update. The WY form takes INV out
 // of it:
-//   w = INV diag(beta) k_decayed    P = Mqk INV diag(beta)    q' = q_decayed - P k_decayed          (all in prepare)
-//   U = INV diag(beta) V - w S^T    O = q' S^T + P V          S <- S diag(decay) + U^T k_restored
+//   w = INV k_decayed      P = Mqk INV           q' = q_decayed - P k_decayed          (all in prepare)
+//   U = INV V - w S^T      O = q' S^T + P V      S <- S diag(decay) + U^T k_restored
 // so that one product with S gives both U and O (the rows of w and q' lie one below the other), and the output no
 // longer waits for U: its error for identical keys falls as well.
 //
-// What changed against step 5:  kda-lab diff 5 6
-//   WY form       prepare does 3 more small products a chunk, recurrence 2 fewer, and none of them in the chain
-//   wgmma         a warpgroup multiplies its 64 rows of S at once and reads the other operand from shared memory itself
-//   bulk copies   a producer warp keeps STAGES chunks in flight; consumers wait on barriers of one chunk, not on each
-//   other value split   rows of S are independent: with few heads two CTAs take 64 rows each launch        recurrence
-//   starts while prepare drains (programmatic dependent launch)
+// What changed against step 5, and what it bought on one H200 (2026-11-29, T 8192, medians of 20):  kda-lab diff 5 6
+//   WY form      prepare does 3 small products more a chunk, +0.06 ms at H 96; recurrence 2 fewer
+//   wgmma        a warpgroup multiplies its 64 rows of S at once and reads the other operand from shared memory
+//                itself; with the WY form and bulk copies recurrence fell from 0.57 to 0.37 ms at H 96
+//   lean loop    descriptors and addresses computed once, 32-bit counters: 0.25 to 0.20 ms at H 32, where one warp
+//                a scheduler issues all of the chain
+//   bulk copies  a producer warp keeps STAGES chunks in flight; 6 of them instead of 4: 0.32 to 0.29 ms at H 96
+//   value split  rows of S are independent: with few heads two CTAs take 64 rows each, half the chain's products
+//   persistent   prepare's CTAs stay and fetch the next chunk while they multiply and invert: 0.45 to 0.43 ms at
+//                H 96; INV by rows: 0.41; beta fetched ahead, and no spills (6 CTAs of 80 registers): 0.38
+//   launch       recurrence sets itself up while prepare drains (programmatic dependent launch): about 5 us
+// What did not pay: inverting in turn by different warps; two accumulators in the chain (3 % of recurrence for 16
+// registers); cutting the sequence so that prepare of one part runs beside recurrence of the part before (H 32: from
+// 0.33 ms to between 0.33 and 0.46 ms), because prepare's warps take issue slots from the chain.
 //
-// In the profiler: prepare and, from H = 96 up, recurrence are bound by device memory; with fewer heads recurrence is
-// the chain of two dependent products a chunk.
+// In the profiler: prepare is bound by issue slots and by waiting at its barriers (33 % occupancy), recurrence from H =
+// 96 up by device memory, below that by the chain of two dependent products a chunk.
 //
 // Numbers. As step 5: bf16 factors rounded once, fp32 state; w and q' are formed from INV and P split into two bf16
-// each, then rounded once. Compute capability 9.0 only. A NaN reaches the other rows of its own chunk, nothing before
-// or beside it.
+// each, then rounded once. For identical keys without decay the error still grows with T: bf16 roundings of nearly
+// equal rows of k_restored differ and add up across the key, where the delta rule never corrects them. |lower_bound| *
+// 16 < 83.2. Compute capability 9.0 only. A NaN reaches the other rows of its own chunk, nothing before or beside it.
 #include <algorithm>
 #include <cfloat>
 
