@@ -16,14 +16,16 @@ from kda_lab.native import library as native_library
 
 @pytest.fixture
 def csrc(tmp_path, monkeypatch):
-    """The stub's sources are csrc, in a cache of their own; afterwards the real library is loaded again."""
+    """The stub's sources are csrc, in a cache of their own; afterwards the real library is loaded again.
+
+    The test's own monkeypatch, not a context of it: what the test changes on top must be undone first.
+    """
     folder = native_stub.make_csrc(tmp_path / "csrc")
-    with monkeypatch.context() as changed:
-        changed.delenv("KDA_LAB_CPU_LIBRARY", raising=False)
-        changed.setenv("KDA_LAB_CSRC", str(folder))
-        changed.setenv("KDA_LAB_CACHE", str(tmp_path / "cache"))
-        changed.setattr(native_library, "_loaded", {})
-        yield folder
+    monkeypatch.delenv("KDA_LAB_CPU_LIBRARY", raising=False)
+    monkeypatch.setenv("KDA_LAB_CSRC", str(folder))
+    monkeypatch.setenv("KDA_LAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native_library, "_loaded", {})
+    return folder
 
 
 def value(step: int = 0) -> int:
