@@ -94,6 +94,12 @@ def test_lengths_that_are_no_multiple_of_a_chunk(step: int, chunk: int, T: int) 
     assert_right(make_inputs(2, T, heads, lower_bound=bound_for(step, chunk)), step, chunk)
 
 
+@pytest.mark.parametrize("seq_lens", [None, (0, 30, 100, 0, 17, 33)])
+@every_step
+def test_more_work_than_the_chip_holds_at_once(step: int, seq_lens: tuple[int, ...] | None) -> None:
+    assert_right(make_inputs(1, 180, 500, seq_lens=seq_lens, initial_state="fp32"), step)
+
+
 @pytest.mark.slow
 @every_step
 def test_decays_near_1_for_16384_tokens(step: int) -> None:
