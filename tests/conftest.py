@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 # The problems here are small and the machine may be busy: more threads would mostly wait for each other. The compiled
@@ -12,15 +13,40 @@ import golden
 import pytest
 import torch
 
+from kda_lab import native, sass
+
 torch.set_num_threads(1)
 
 
+def no_gpu() -> str:
+    return "" if torch.cuda.is_available() else "needs a CUDA GPU"
+
+
+def no_cuda_compiler() -> str:
+    try:
+        native.find_nvcc()
+        sass._find_nvdisasm()
+    except native.CompilerNotFound as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def no_ncu_report() -> str:
+    return "" if importlib.util.find_spec("ncu_report") else "needs the package ncu-report (extra nsight)"
+
+
+# What a laptop may lack. CI has everything but a GPU: there a missing tool fails, or a green run would test nothing.
+MISSING = {"gpu": no_gpu}
+if not os.environ.get("CI"):
+    MISSING |= {"cuda_compiler": no_cuda_compiler, "ncu_report": no_ncu_report}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    for marker, missing in MISSING.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and (reason := missing()):
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=golden.names())

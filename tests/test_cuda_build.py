@@ -24,12 +24,15 @@ BUDGETS = {
     "3_factored": {"gate": (48, 0), "intra_chunk": (64, 0), "recurrence": (128, 0)},
     "4_fused_one_kernel": {"fused": (255, 0)},
     "5_fused_two_kernel": {"prepare": (72, 8), "recurrence": (255, 0)},
+    "6_register_state": {"prepare": (80, 0), "recurrence": (224, 0)},
     EXPONENTIAL: {"throughput": (64, 0), "single": (16, 0), "gate": (48, 0)},
 }
 
 # Arithmetic instructions of one call by nvcc 13.0, in `single<form>`; forms in exp_throughput.cu's order.
 EXPONENTIAL_COST = {"expf": 8, "__expf": 5, "exp2f": 4, "ex2.approx": 4, "ex2.approx.ftz": 1, "rebased": 2}
 ARITHMETIC = ("FFMA", "FMUL", "FADD", "FSETP", "SHF", "MUFU")
+
+pytestmark = pytest.mark.cuda_compiler
 
 BUILDS = [(name, arch) for name in BUDGETS for arch in ARCHITECTURES] + [(EXPONENTIAL, "sm_75")]
 

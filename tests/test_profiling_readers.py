@@ -123,7 +123,7 @@ def test_torch_traces_give_ranges_calls_and_kernels(tmp_path):
     assert found.gpu == "NVIDIA H200"
 
 
-@pytest.mark.parametrize("reader", [nsys.read, torch_trace.read, ncu.read])
+@pytest.mark.parametrize("reader", [nsys.read, torch_trace.read, pytest.param(ncu.read, marks=pytest.mark.ncu_report)])
 @pytest.mark.parametrize(
     "content", [b"", b"not a report", b"\x1f\x8b\x08damaged gzip", b"SQLite format 3\0" + bytes(90)]
 )

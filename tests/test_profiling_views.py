@@ -157,6 +157,7 @@ def test_machine_code_side_by_side_marks_the_exponential_and_ignores_registers()
     assert "FFMA.SAT" in shown._repr_html_()
 
 
+@pytest.mark.cuda_compiler
 def test_machine_code_of_a_step_is_chosen_by_kernel():
     shown = sass_view.of_steps(1, 2, kernel="gate")
     assert repr(shown).startswith("1: gate<16>: ")  # the smallest chunk

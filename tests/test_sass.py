@@ -87,6 +87,7 @@ def test_diff_ignores_registers_labels_and_offsets() -> None:
     assert changed == ["-FMUL R, R, R", "+FADD R, R, R"]
 
 
+@pytest.mark.cuda_compiler
 def test_a_step_is_found_by_number_slug_and_name() -> None:
     by = [sass.compile_step(step, "sm_80") for step in (2, "2", "rebased_ex2", "2_rebased_ex2")]
     assert len({compiled.cubin for compiled in by}) == 1
@@ -108,6 +109,7 @@ def test_what_is_no_step_or_architecture_is_named() -> None:
         sass.compile_step(2, "hopper")
 
 
+@pytest.mark.cuda_compiler
 def test_a_step_that_does_not_compile_shows_the_compilers_words(tmp_path, monkeypatch) -> None:
     csrc = tmp_path / "csrc"
     shutil.copytree(sass.csrc_dir(), csrc)
@@ -117,6 +119,7 @@ def test_a_step_that_does_not_compile_shows_the_compilers_words(tmp_path, monkey
         sass.compile_step(2, "sm_80")
 
 
+@pytest.mark.cuda_compiler
 def test_an_edit_is_compiled_again(tmp_path, monkeypatch) -> None:
     csrc = tmp_path / "csrc"
     shutil.copytree(sass.csrc_dir(), csrc)
@@ -128,6 +131,7 @@ def test_an_edit_is_compiled_again(tmp_path, monkeypatch) -> None:
     assert sass.compile_step(0, "sm_80").cubin != before
 
 
+@pytest.mark.cuda_compiler
 def test_a_missing_disassembler_is_named_with_its_cure(monkeypatch) -> None:
     compiled = sass.compile_step(0, "sm_80")
     monkeypatch.setattr(sass.shutil, "which", lambda name: None)
