@@ -81,6 +81,10 @@ class Recording:
             for name, kernel in content.items()
         }
 
+    def history(self, step: int | str) -> dict[str, Any] | None:
+        """What was tried on the way to a step: machine, date, method, and rows of a change with its times in ms."""
+        return self._json(f"step{registry.get(step, 'cuda').number}_history.json")
+
     def agreement(self, step: int | str) -> list[dict[str, Any]]:
         """Each kernel's time in µs by CUDA events, Nsight Systems, torch.profiler and Nsight Compute, and their spread.
 

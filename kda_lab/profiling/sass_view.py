@@ -30,7 +30,7 @@ def of_steps(step: int | str, other: int | str | None = None, *, kernel: str = "
     kernel: its name, such as "gate" or "gate<32>"; "" is the step's first. Raises ValueError naming those there are.
     """
     sides = [(str(name), _code(name, arch)) for name in (step, other) if name is not None]
-    found = [(f"{name}: {chosen.name}", chosen) for name, code in sides for chosen in [_choose(code, kernel, name)]]
+    found = [(f"{name}: {chosen.name}", chosen) for name, code in sides for chosen in [choose(code, kernel, name)]]
     if len(found) == 1:
         return side_by_side(found[0][1], found[0][1], (found[0][0], "the same"), context=10**6)
     (name_a, a), (name_b, b) = found
@@ -48,7 +48,12 @@ def _code(step: int | str, arch: str) -> Mapping[str, Kernel]:
         return code
 
 
-def _choose(code: Mapping[str, Kernel], name: str, step: int | str) -> Kernel:
+def choose(code: Mapping[str, Kernel], name: str, step: int | str) -> Kernel:
+    """The kernel of this name, such as "gate<16>", or the smallest chunk's for "gate", or the first for "".
+
+    Raises ValueError naming those there are.
+    """
+
     def order(kernel: Kernel) -> tuple[str, list[int]]:  # the smallest chunk first
         return kernel.name.split("<")[0], [int(number) for number in re.findall(r"\d+", kernel.name.partition("<")[2])]
 

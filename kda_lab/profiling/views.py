@@ -1,0 +1,244 @@
+"""What the lessons show of a recording: every view takes one, or None, and says "not measured" for what is missing.
+
+    recording = recorded.load()
+    show(views.timeline(recording, 5))          # a figure
+    views.counters(recording, 5)                # a table
+
+Figures and tables carry the recording's label, so that no number stands without its machine and date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kda_lab import registry
+from kda_lab.plots import GREY, AltFigure, figure
+from kda_lab.profiling import evidence, figures, metrics, roofline, sass_view
+from kda_lab.profiling.ncu import Report
+from kda_lab.profiling.recorded import Recording
+from kda_lab.show import NOT_MEASURED, Html, table
+
+Step = int | str
+LONG_US = 100  # from here on what an event or a range costs by itself no longer counts
+
+
+def timeline(recording: Recording | None, step: Step, tool: str = "nsys") -> AltFigure:
+    """Ranges, calls and kernels of one step. tool: "nsys" or "torch"."""
+    found = getattr(recording, tool)(step) if recording else None
+    if found is None:
+        return _nothing(f"Timeline of step {step} by {tool}")
+    return figures.timeline_figure(found, title=f"{_name(step)}, {recording.label}")
+
+
+def timeline_explorer(recording: Recording | None, step: Step) -> Any:
+    """The same to zoom into: a widget, or the words "not measured"."""
+    from kda_lab.profiling import explorer
+
+    found = recording.nsys(step) if recording else None
+    if found is None:
+        return _words(f"Timeline of step {step}")
+    return explorer.timeline_explorer(found, f"{_name(step)}, {recording.label}")
+
+
+def counters(recording: Recording | None, step: Step) -> Html:
+    """Nsight Compute's numbers of one step's kernels in plain words, the tool's own names beside them."""
+    report = recording.ncu(step) if recording else None
+    if report is None:
+        return _words(f"Counters of step {step}")
+    columns = {"what": "What", "unit": "Unit", **{kernel: kernel for kernel in report.kernels}, "raw": "Nsight Compute"}
+    return table(metrics.summary(report), columns, f"{_name(step)}, {recording.label}")
+
+
+def comparison(recording: Recording | None, steps: Sequence[Step], kernel: str) -> Html:
+    """One kernel's numbers in several steps, side by side."""
+    reports = _reports(recording, steps)
+    rows = [row for row in metrics.comparison(reports) if row["kernel"] == kernel]
+    columns = {"what": "What", "unit": "Unit", **{name: name for name in reports}, "raw": "Nsight Compute"}
+    return table(rows, columns, _caption(recording, f"Kernel {kernel}"))
+
+
+def kernels(recording: Recording | None, steps: Sequence[Step]) -> Html:
+    """A row a kernel: time, bytes, their rate as a share of a copy's, registers, spills and occupancy."""
+    content = (recording.ladder() if recording else None) or {}
+    copy = content.get("ceilings", {}).get("copy_bytes_per_s")
+    rows = [
+        {"step": name} | row
+        for name, report in _reports(recording, steps).items()
+        for row in metrics.kernels(report, copy, recording.sass(name))
+    ]
+    columns = {
+        "step": "Step",
+        "kernel": "Kernel",
+        "time_us": "µs",
+        "bytes": "Bytes moved",
+        "share_of_copy": "Rate, share of a copy's",
+        "registers": "Registers",
+        "spill_bytes": "Spilled bytes",
+        "occupancy": "Occupancy, %",
+    }
+    return table(rows, columns, _caption(recording, "Kernels"))
+
+
+def roofline_of(recording: Recording | None, steps: Sequence[Step]) -> AltFigure:
+    """Every step below the ceilings of memory and arithmetic."""
+    points, ceilings = _points(recording, steps)
+    if not points:
+        return _nothing("Roofline")
+    return figures.roofline_figure(points, ceilings, recording.label)
+
+
+def floors(recording: Recording | None, steps: Sequence[Step]) -> AltFigure:
+    """Every step's time beside the shortest that its bytes, operations and exponentials allow."""
+    points, ceilings = _points(recording, steps)
+    if not points:
+        return _nothing("Time and floors")
+    return figures.floors_figure(points, ceilings, recording.label)
+
+
+def occupancy(recording: Recording | None, steps: Sequence[Step]) -> AltFigure:
+    """Occupancy reached and possible of every kernel, and what limits it."""
+    return _figure(recording, steps, figures.occupancy_figure, "Occupancy")
+
+
+def stalls(recording: Recording | None, steps: Sequence[Step], kernel: str) -> AltFigure:
+    """What the warps of one kernel wait for, in several steps."""
+
+    def draw(reports: Mapping[str, Report], title: str) -> AltFigure:
+        return figures.stall_figure(reports, kernel, title=f"{kernel}, {title}")
+
+    return _figure(recording, steps, draw, f"What warps of {kernel} wait for", kernel)
+
+
+def sass(recording: Recording | None, before: Step, after: Step, kernel: str) -> Html:
+    """One kernel's machine code in two steps side by side, as recorded; kernel may be a name such as "gate<16>"."""
+    sides = {step: recording.sass(step) if recording else None for step in (before, after)}
+    if None in sides.values():
+        return _words(f"Machine code of {kernel} in steps {before} and {after}")
+    a, b = (sass_view.choose(code, kernel, step) for step, code in sides.items())
+    return sass_view.side_by_side(a, b, (f"{_name(before)}: {a.name}", f"{_name(after)}: {b.name}"))
+
+
+def agreement(recording: Recording | None, steps: Sequence[Step]) -> Html:
+    """Every kernel's time by four tools, and how far they are apart."""
+    rows = [{"step": _name(step)} | row for step in steps if recording for row in recording.agreement(step)]
+    caption = _caption(recording, "One kernel's time, four ways")
+    long = [row for row in rows if row["spread"] is not None and row["ncu_us"] and row["ncu_us"] >= LONG_US]
+    if long:
+        worst = max(long, key=lambda row: row["spread"])
+        caption += f". Largest spread of kernels of {LONG_US} µs and more: {worst['spread']:.1%}, {worst['kernel']}"
+        caption += f" of {worst['step']}"
+    columns = {
+        "step": "Step",
+        "kernel": "Kernel",
+        "events_us": "CUDA events, µs",
+        "nsys_us": "Nsight Systems, µs",
+        "torch_us": "torch.profiler, µs",
+        "ncu_us": "Nsight Compute, µs",
+        "spread": "Spread (largest − smallest) / smallest",
+    }
+    return table(rows, columns, caption)
+
+
+def race(recording: Recording | None, before: Step, after: Step) -> Html:
+    """Two steps on every shape where both were timed: medians, and how many times as fast the later one is."""
+    rows = []
+    for case, times in _times(recording).items():
+        a, b = times.get(_number(before)), times.get(_number(after))
+        if a and b:
+            rows.append({"case": case, "before": a, "after": b, "ratio": a / b, "peer": times.get("flash_kda")})
+    columns = {
+        "case": "Shape",
+        "before": f"{_name(before)}, ms",
+        "after": f"{_name(after)}, ms",
+        "ratio": "Times as fast",
+        "peer": "FlashKDA, ms",
+    }
+    return table(rows, columns, _caption(recording, "Medians"))
+
+
+def exponentials(recording: Recording | None) -> Html:
+    """Results a clock and multiprocessor of every form of the exponential."""
+    content = (recording.ladder() if recording else None) or {}
+    columns = {"form": "Form", "results_per_clock_per_sm": "Results a clock and multiprocessor"}
+    rows = content.get("exponential", {}).get("throughput", [])
+    return table(rows, columns, _caption(recording, "One exponential, from registers"))
+
+
+def history(recording: Recording | None, step: Step) -> Html:
+    """What was tried on the way to a step, a change a row: timed on what, before and after, and whether it stayed."""
+    content = recording.history(step) if recording else None
+    if content is None:
+        return _words(f"The way to step {step}")
+    columns = {"kept": "Kept", "change": "What was changed", "shape": "Shape", "measured": "Timed"}
+    columns |= {"before_ms": "Before, ms", "after_ms": "After, ms", "ratio": "Times as fast"}
+    rows = [row | {"ratio": _ratio(row)} for row in content["rows"]]
+    return table(rows, columns, f"{content['machine']}, {content['date']}. {content['method']}")
+
+
+def _ratio(row: Mapping[str, Any]) -> float | None:
+    """Times as fast after a change; as noted, where only that was."""
+    if row["before_ms"] is None or row["after_ms"] is None:
+        return row.get("ratio")
+    return row["before_ms"] / row["after_ms"]
+
+
+def _figure(
+    recording: Recording | None,
+    steps: Sequence[Step],
+    draw: Callable[[Mapping[str, Report], str], AltFigure],
+    what: str,
+    kernel: str = "",
+) -> AltFigure:
+    reports = {name: r for name, r in _reports(recording, steps).items() if not kernel or kernel in r.kernels}
+    return draw(reports, recording.label) if reports else _nothing(what)
+
+
+def _reports(recording: Recording | None, steps: Sequence[Step]) -> dict[str, Report]:
+    """By the step's name; steps without a report are left out."""
+    found = {_name(step): recording.ncu(step) for step in steps} if recording else {}
+    return {name: report for name, report in found.items() if report is not None}
+
+
+def _points(recording: Recording | None, steps: Sequence[Step]) -> tuple[list[roofline.Point], Mapping[str, Any]]:
+    """The steps that were measured, and the ceilings of their machine; none without the ceilings."""
+    content = (recording.ladder() if recording else None) or {}
+    shape = {size: evidence.TEACHING_SHAPE[size] for size in "BTH"}
+    flops = next((row["flops"] for row in content.get("rows", []) if shape.items() <= row.items()), None)
+    if flops is None or "ceilings" not in content:
+        return [], {}
+    found = [roofline.point(name, report, flops) for name, report in _reports(recording, steps).items()]
+    return [point for point in found if point is not None], content["ceilings"]
+
+
+def _times(recording: Recording | None) -> dict[str, dict[int | str, float]]:
+    """Median ms by shape and by step's number or peer's name, timed by CUDA events."""
+    times: dict[str, dict[int | str, float]] = {}
+    content = (recording.ladder() if recording else None) or {}
+    for row in content.get("rows", []):
+        if row["method"] == "events" and row["median_ms"] is not None:
+            times.setdefault(row["case"], {})[row["step"] if "step" in row else row["peer"]] = row["median_ms"]
+    return times
+
+
+def _name(step: Step) -> str:
+    return registry.get(step, "cuda").name
+
+
+def _number(step: Step) -> int:
+    return registry.get(step, "cuda").number
+
+
+def _caption(recording: Recording | None, what: str) -> str:
+    return f"{what}, {recording.label}" if recording else what
+
+
+def _words(what: str) -> Html:
+    return Html(f"<p>{what}: {NOT_MEASURED}</p>", f"{what}: {NOT_MEASURED}")
+
+
+def _nothing(what: str) -> AltFigure:
+    fig = figure(7.2, 1.0)
+    fig.text(0.5, 0.5, f"{what}: {NOT_MEASURED}", ha="center", va="center", color=GREY, fontsize=12)
+    fig.alt = f"{what}: {NOT_MEASURED}."
+    return fig

@@ -1,0 +1,133 @@
+"""What lessons show of a recording: its numbers under its label, and "not measured" for whatever is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+
+import pytest
+from test_profiling_readers import write_nsys
+from test_profiling_views import CEILINGS, TWO, kernel_code, launch, report
+
+from kda_lab.profiling import recorded, views
+from kda_lab.profiling.recorded import Recording
+
+STEPS = (4, 5)
+LABEL = "recorded on NVIDIA H200, 2026-11-29"
+
+EVERY_VIEW = {
+    "timeline": lambda recording: views.timeline(recording, 5),
+    "timeline_explorer": lambda recording: views.timeline_explorer(recording, 5),
+    "counters": lambda recording: views.counters(recording, 5),
+    "comparison": lambda recording: views.comparison(recording, STEPS, "recurrence"),
+    "kernels": lambda recording: views.kernels(recording, STEPS),
+    "roofline": lambda recording: views.roofline_of(recording, STEPS),
+    "floors": lambda recording: views.floors(recording, STEPS),
+    "occupancy": lambda recording: views.occupancy(recording, STEPS),
+    "stalls": lambda recording: views.stalls(recording, STEPS, "recurrence"),
+    "sass": lambda recording: views.sass(recording, 1, 2, "gate"),
+    "agreement": lambda recording: views.agreement(recording, STEPS),
+    "race": lambda recording: views.race(recording, 4, 5),
+    "exponentials": lambda recording: views.exponentials(recording),
+    "history": lambda recording: views.history(recording, 6),
+}
+
+
+def words(view) -> str:
+    """The text of a table, a figure's alt text and title, or a widget's status."""
+    if hasattr(view, "alt"):
+        return " ".join([view.alt, *(axes.get_title() for axes in view.axes)])
+    return view.status.value if hasattr(view, "status") else repr(view)
+
+
+@pytest.fixture
+def recording(tmp_path, monkeypatch):
+    """Everything of step 5, nothing of step 4; ncu's report is made here, because only ncu can write its files."""
+    (tmp_path / "machine.json").write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-11-29"}))
+    for folder in ("nsys", "sass", "events"):
+        (tmp_path / folder).mkdir()
+    export = write_nsys(tmp_path / "export.sqlite").read_bytes()
+    (tmp_path / "nsys/5_fused_two_kernel.sqlite.gz").write_bytes(gzip.compress(export))
+    (tmp_path / "events/5_fused_two_kernel.json").write_text(json.dumps({"prepare": 205.0, "recurrence": 150.0}))
+    for name, instructions in (("1_naive_exp", ("FFMA.SAT R1, R2", "MUFU.EX2 R1, R2")), ("2_rebased_ex2", ("EXIT",))):
+        code = {"gate<16>": dataclasses.asdict(kernel_code("gate<16>", 0, *instructions))}
+        (tmp_path / f"sass/{name}.json.gz").write_bytes(gzip.compress(json.dumps(code).encode()))
+    row = {"B": 1, "T": 8192, "H": 96, "flops": 10**11, "case": "T 8192", "method": "events", "peer": "flash_kda"}
+    rows = [row | {"median_ms": 1.4}, row | {"step": 4, "median_ms": 1.2}, row | {"step": 5, "median_ms": 0.8}]
+    rows.append(row | {"case": "T 16", "step": 5, "median_ms": 0.1})
+    throughput = [{"form": "expf", "results_per_clock_per_sm": 12.1}]
+    ladder = {"ceilings": CEILINGS, "rows": rows, "exponential": {"throughput": throughput}}
+    (tmp_path / "ladder.json").write_text(json.dumps(ladder))
+    change = {"kept": "yes", "change": "more stages", "shape": "H 96", "measured": "recurrence"}
+    changes = [change | {"before_ms": 0.3, "after_ms": 0.2}, change | {"before_ms": None, "after_ms": 0.2}]
+    changes.append(change | {"before_ms": None, "after_ms": None, "ratio": 1.03})
+    history = {"machine": "NVIDIA H200", "date": "2026-11-29", "method": "Medians.", "rows": changes}
+    (tmp_path / "step6_history.json").write_text(json.dumps(history))
+    monkeypatch.setattr(Recording, "ncu", lambda self, step: TWO if str(step)[0] == "5" else None)
+    return recorded.load(tmp_path)
+
+
+@pytest.mark.parametrize("view", EVERY_VIEW.values(), ids=EVERY_VIEW)
+def test_every_view_says_not_measured_without_a_recording(view, tmp_path):
+    assert "not measured" in words(view(None))
+    assert "not measured" in words(view(Recording(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("view", "number"),
+    [
+        ("timeline", "2 kernels take"),
+        ("timeline_explorer", "2 kernels take"),
+        ("counters", "200"),
+        ("comparison", "5_fused_two_kernel"),
+        ("kernels", "0.5"),
+        ("roofline", "5_fused_two_kernel does"),
+        ("floors", "5_fused_two_kernel takes"),
+        ("occupancy", "prepare of 5_fused_two_kernel reaches 60 %"),
+        ("stalls", "in 5_fused_two_kernel, warps mostly wait for data from device memory or L2"),
+        ("sass", "2 instructions, 2 of the exponential"),
+        ("agreement", "340"),
+        ("race", "1.5"),
+        ("exponentials", "12.1"),
+        ("history", "1.5"),
+    ],
+)
+def test_views_show_the_recording_s_numbers(recording, view, number):
+    text = words(EVERY_VIEW[view](recording))
+    assert number in text
+    assert LABEL in text or view in ("timeline_explorer", "sass", "history"), text
+
+
+def test_another_report_changes_what_is_shown(recording, monkeypatch):
+    from_ncu = ("counters", "kernels", "roofline", "floors", "stalls")
+    before = {name: words(EVERY_VIEW[name](recording)) for name in from_ncu}
+    stalled = {"smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": 9.0}
+    other = report(launch("prepare", 400e3, 600e6, 100e6), launch("recurrence", 90e3, 100e6, 0.0, **stalled))
+    monkeypatch.setattr(Recording, "ncu", lambda self, step: other if str(step)[0] == "5" else None)
+    for name, text in before.items():
+        assert words(EVERY_VIEW[name](recording)) != text, name
+
+
+def test_the_agreement_names_the_largest_spread_of_long_kernels(recording):
+    # prepare: 205 by events, 340 by nsys, 200 by ncu; recurrence: 150, 280, 100
+    assert "Largest spread of kernels of 100 µs and more: 180.0%, recurrence of 5_fused_two_kernel" in words(
+        EVERY_VIEW["agreement"](recording)
+    )
+
+
+def test_a_race_needs_both_steps_on_a_shape(recording):
+    text = words(EVERY_VIEW["race"](recording))
+    assert "T 8192" in text
+    assert "T 16" not in text
+
+
+def test_a_history_shows_a_ratio_only_where_there_is_one(recording):
+    lines = words(EVERY_VIEW["history"](recording)).splitlines()[2:]
+    assert [line.split()[-1] for line in lines] == ["1.5", "measured", "1.03"]
+
+
+@pytest.mark.parametrize("name", recorded.available())
+def test_what_ships_is_shown_in_every_view(name):
+    for label, view in EVERY_VIEW.items():
+        assert not words(view(recorded.load(name))).endswith("not measured"), label
