@@ -57,55 +57,56 @@ typedef struct KdaArgs {
   double scale;       /* multiplies q^ */
   double lower_bound; /* the log-decay of one token lies in (lower_bound, 0) */
 
-  const void *q;        /* [B, T, H, K] bf16 */
-  const void *k;        /* [B, T, H, K] bf16 */
-  const void *v;        /* [B, T, H, V] bf16 */
-  const void *g;        /* [B, T, H, K] bf16, before the gate's activation */
-  const void *beta;     /* [B, T, H] bf16, logits */
-  const float *A_log;   /* [H] fp32 */
-  const float *dt_bias; /* [H, K] fp32 */
-  void *out;            /* [B, T, H, V] bf16 */
+  const void* q;        /* [B, T, H, K] bf16 */
+  const void* k;        /* [B, T, H, K] bf16 */
+  const void* v;        /* [B, T, H, V] bf16 */
+  const void* g;        /* [B, T, H, K] bf16, before the gate's activation */
+  const void* beta;     /* [B, T, H] bf16, logits */
+  const float* A_log;   /* [H] fp32 */
+  const float* dt_bias; /* [H, K] fp32 */
+  void* out;            /* [B, T, H, V] bf16 */
 
-  const void *initial_state; /* [N, H, V, K], or NULL for zeros; may be final_state itself */
-  void *final_state;         /* [N, H, V, K], or NULL */
-  const void *cu_seqlens;    /* [N + 1] on the tensors' device, or NULL; read clamped to [0, T] */
+  const void* initial_state;   /* [N, H, V, K], or NULL for zeros; may be final_state itself */
+  void* final_state;           /* [N, H, V, K], or NULL */
+  const void* cu_seqlens;      /* [N + 1] on the tensors' device, or NULL; read clamped to [0, T] */
   int32_t initial_state_dtype; /* KDA_BF16, KDA_F32; KDA_NONE when NULL */
   int32_t final_state_dtype;
   int32_t cu_seqlens_dtype; /* KDA_I32, KDA_I64; KDA_NONE when NULL */
 
-  int32_t device;          /* CUDA device index; ignored by kda_cpu */
-  void *stream;            /* cudaStream_t; ignored by kda_cpu */
-  void *workspace;         /* kda_workspace_bytes() bytes on the tensors' device, 256-byte aligned; need not be zeroed */
+  int32_t device;  /* CUDA device index; ignored by kda_cpu */
+  void* stream;    /* cudaStream_t; ignored by kda_cpu */
+  void* workspace; /* kda_workspace_bytes() bytes on the tensors' device, 256-byte aligned; need not be zeroed */
   int64_t workspace_bytes;
 
   /* Called on the host around each stage (kda_cpu) or launch (kda_cuda) while a profiler listens; NULL otherwise. */
-  void (*push_range)(const char *name);
+  void (*push_range)(const char* name);
   void (*pop_range)(void);
 } KdaArgs;
 
 /* One rung of the ladder; the strings live as long as the library. */
 typedef struct KdaStep {
   int32_t number;
-  int32_t devices;        /* KDA_DEVICE_CPU | KDA_DEVICE_CUDA: where the step exists at all */
-  int32_t chunks;         /* bit mask of the chunk sizes this library runs (8 | 16 | 32 | 64); 0: the step has no chunks */
+  int32_t devices; /* KDA_DEVICE_CPU | KDA_DEVICE_CUDA: where the step exists at all */
+  int32_t chunks;  /* bit mask of the chunk sizes this library runs (8 | 16 | 32 | 64); 0: the step has no chunks */
   int32_t compute_capability; /* the only one it runs on, 90 for 9.0; 0: any the library is built for */
   double exponent_budget; /* largest |lower_bound| * chunk that this library's step can represent; 0: no such limit */
-  const char *slug;
-  const char *title;
-  const char *idea;
+  const char* slug;
+  const char* title;
+  const char* idea;
 } KdaStep;
 
 KDA_EXPORT int32_t kda_abi_version(void);
-KDA_EXPORT const KdaStep *kda_steps(int32_t *count);
+KDA_EXPORT const KdaStep* kda_steps(int32_t* count);
 
-/* Bytes of workspace that kda_forward needs for these sizes (pointers are not read); -1 with an error text on bad sizes. */
-KDA_EXPORT int64_t kda_workspace_bytes(int32_t step, const KdaArgs *args);
+/* Bytes of workspace that kda_forward needs for these sizes (pointers are not read); -1 and an error text on bad ones.
+ */
+KDA_EXPORT int64_t kda_workspace_bytes(int32_t step, const KdaArgs* args);
 
 /* Runs one step. CUDA: enqueues on args->stream and returns; allocates nothing and never synchronises. */
-KDA_EXPORT KdaStatus kda_forward(int32_t step, const KdaArgs *args);
+KDA_EXPORT KdaStatus kda_forward(int32_t step, const KdaArgs* args);
 
 /* What went wrong in this thread's last failed call. Never NULL. */
-KDA_EXPORT const char *kda_last_error(void);
+KDA_EXPORT const char* kda_last_error(void);
 
 #ifdef __cplusplus
 }
