@@ -3,6 +3,10 @@
 
 #include <cstdint>
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
 #include "../../kda.h"
 
 namespace kda::cpu {
@@ -22,6 +26,15 @@ class Range {
  private:
   void (*pop_)(void);
 };
+
+// Threads of a launch: what torch.set_num_threads() says where torch's OpenMP runtime is the one that was loaded first.
+inline int64_t thread_count() {
+#ifdef _OPENMP
+  return omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
 
 // Calls body(block, head) for every block and head, on all threads, inside a range called `name`. Every call must write
 // its own memory only: then the result does not depend on how many threads there are. The body must not throw.

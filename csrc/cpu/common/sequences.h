@@ -72,11 +72,11 @@ inline std::vector<Chunk> list_chunks(const KdaArgs& args, const std::vector<Seq
 // How many chunks there can be, whatever cu_seqlens says: each sequence ends in at most one chunk that is not full.
 inline int64_t most_chunks(const KdaArgs& args) { return args.B * (args.T / args.chunk) + args.N; }
 
-// state(v, d), a float&, <- initial_state[n, h, v, d], or 0.
+// state(v, d), a float&, <- initial_state[n, h, v, d], or 0, for rows [begin, end) of V.
 template <class State>
-void load_state(const KdaArgs& args, int64_t n, int64_t h, const State& state) {
-  int64_t at = (n * args.H + h) * args.V * args.K;
-  for (int64_t v = 0; v < args.V; ++v) {
+void load_state(const KdaArgs& args, int64_t n, int64_t h, int64_t begin, int64_t end, const State& state) {
+  int64_t at = ((n * args.H + h) * args.V + begin) * args.K;
+  for (int64_t v = begin; v < end; ++v) {
     for (int64_t d = 0; d < args.K; ++d, ++at) {
       switch (args.initial_state_dtype) {
         case KDA_BF16:
@@ -94,9 +94,9 @@ void load_state(const KdaArgs& args, int64_t n, int64_t h, const State& state) {
 
 // final_state[n, h, v, d] <- state(v, d), where the caller wants it.
 template <class State>
-void store_state(const KdaArgs& args, int64_t n, int64_t h, const State& state) {
-  int64_t at = (n * args.H + h) * args.V * args.K;
-  for (int64_t v = 0; v < args.V; ++v) {
+void store_state(const KdaArgs& args, int64_t n, int64_t h, int64_t begin, int64_t end, const State& state) {
+  int64_t at = ((n * args.H + h) * args.V + begin) * args.K;
+  for (int64_t v = begin; v < end; ++v) {
     for (int64_t d = 0; d < args.K; ++d, ++at) {
       switch (args.final_state_dtype) {
         case KDA_BF16:

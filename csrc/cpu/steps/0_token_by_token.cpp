@@ -109,7 +109,7 @@ void forward(const KdaArgs& args) {
   launch("recurrence", args, args.N, args.H, [&](int64_t n, int64_t h) {
     const Head head = heads.at(n, h);
     const auto state = [&](int64_t v, int64_t d) -> float& { return head.state[v * args.K + d]; };
-    load_state(args, n, h, state);
+    load_state(args, n, h, 0, args.V, state);
     for (int64_t t = 0; t < sequences[n].tokens; ++t) {
       const int64_t row = sequences[n].first_row + t;
       const float beta = activate_gate(args, row, h, head);
@@ -118,7 +118,7 @@ void forward(const KdaArgs& args) {
       update_state(args, row, h, beta, head);
       write_output(args, row, h, head);
     }
-    store_state(args, n, h, state);
+    store_state(args, n, h, 0, args.V, state);
   });
 }
 

@@ -3,9 +3,8 @@
 // Idea       e^x = 2^(x log2(e)). Fold log2(e) once, on the host, into the two factors that make the gate's argument
 // and
 //            its result, and every exponent that follows is in base 2 already: no exponential needs a change of base.
-// Changed    From step 1 (`kda-lab diff 1 2`): expf became exp2f, log2(e) went into gate_slope and gate_scale, and
-// names
-//            of logarithms end in _log2. The gate's sigmoid is base 2, too. No other line differs.
+// Changed    From step 1 (`kda-lab diff 1 2`): expf became exp2f, log2(e) went into gate_slope and gate_scale, and the
+//            names of logarithms end in _log2. The gate's sigmoid is base 2, too. No other line differs.
 // Profiler   form_L_and_Mqk against step 1's: as many calls, each perhaps a little cheaper. How much is a property of
 //            the C library, where either function is a table and a polynomial and expf multiplies by log2(e) first.
 // Cost       As step 1. On a GPU the difference is one multiplication beside one ex2 instruction (see the CUDA file).
@@ -22,21 +21,22 @@ namespace {
 
 // What the passes hand on for one chunk and head, fp32. C = args.chunk; rows past the end of a sequence are not used.
 struct Tile {
-  float* beta;           // [C]
   float* g_cumsum_log2;  // [C, K]  G_i: the log2-decay from the start of the chunk up to and including token i
-  float* q_hat;          // [C, K]  scale * q / |q|
-  float* k_hat;          // [C, K]  k / |k|
-  float* q_decayed;      // [C, K]  q_hat 2^G
-  float* k_decayed;      // [C, K]  k_hat 2^G
-  float* k_restored;     // [C, K]  k_hat 2^(G_C - G)
-  float* total_decay;    // [K]     2^G_C
-  float* L;              // [C, C]  strictly lower triangular
-  float* Mqk;            // [C, C]  lower triangular
-  float* INV;            // [C, C]  (I + L)^-1, lower triangular
+
+  float* beta;         // [C]
+  float* q_hat;        // [C, K]  scale * q / |q|
+  float* k_hat;        // [C, K]  k / |k|
+  float* q_decayed;    // [C, K]  q_hat, decayed since the chunk began
+  float* k_decayed;    // [C, K]  k_hat, decayed since the chunk began
+  float* k_restored;   // [C, K]  k_hat, decayed until the chunk ends
+  float* total_decay;  // [K]  decay of the whole chunk
+  float* L;            // [C, C]  strictly lower triangular
+  float* Mqk;          // [C, C]  lower triangular
+  float* INV;          // [C, C]  (I + L)^-1, lower triangular
 
   static Tile place(const KdaArgs& args, Arena& arena) {
     const int64_t C = args.chunk, K = args.K;
-    return {arena.floats(C),    arena.floats(C, K), arena.floats(C, K), arena.floats(C, K),
+    return {arena.floats(C, K), arena.floats(C),    arena.floats(C, K), arena.floats(C, K),
             arena.floats(C, K), arena.floats(C, K), arena.floats(C, K), arena.floats(K),
             arena.floats(C, C), arena.floats(C, C), arena.floats(C, C)};
   }
@@ -215,14 +215,14 @@ void forward(const KdaArgs& args) {
   launch("recurrence", args, args.N, args.H, [&](int64_t n, int64_t h) {
     const Head head = heads.at(n, h);
     const auto state = [&](int64_t v, int64_t d) -> float& { return head.state[v * args.K + d]; };
-    load_state(args, n, h, state);
+    load_state(args, n, h, 0, args.V, state);
     for (int64_t begin = 0, c = sequences[n].first_chunk; begin < sequences[n].tokens; begin += args.chunk, ++c) {
       const Tile tile = tiles.at(c, h);
       correct_values(args, chunks[c], h, tile, head);
       write_output(args, chunks[c], h, tile, head);
       update_state(args, chunks[c], tile, head);
     }
-    store_state(args, n, h, state);
+    store_state(args, n, h, 0, args.V, state);
   });
 }
 

@@ -6,14 +6,15 @@
 // Changed    From step 3 (`kda-lab diff 3 5`): passes over memory became two kernels; vectors instead of scalars; the
 //            state is kept transposed, [K, values], so that a vector holds one channel of many values and no sum runs
 //            across lanes; beta is folded into INV; k_restored is k_inv times the chunk's decay.
-// Profiler   prepare and recurrence take turns on spans of chunks, so that the matrices stay in the cache: add up their
-//            ranges. recurrence does 90 % of the arithmetic in about two thirds of the time; its inner loop should show
-//            nothing but loads and two fused multiply-adds a cycle. prepare waits for memory and for exp2.
+// Profiler   prepare and recurrence take turns on spans of a thousand chunks, so that the workspace of a long sequence
+//            is no larger than that of a short one: add up their ranges. recurrence does 90 % of the arithmetic in two
+//            thirds of the time; its inner loop is loads and two fused multiply-adds a cycle. prepare waits for memory
+//            and exp2.
 // Cost       Per token and head at K = V = 128: 117,760 FLOP (prepare 11,264, recurrence 106,496), 384 exponentials,
 //            1.3 KB of inputs and output.
 // Numerics   As step 3: fp32, |lower_bound| * 16 <= 87, an exact inverse. exp2 is a polynomial within 1.5 ulp. Sums
-// over
-//            j stop at the diagonal instead of adding zeros: 0 * NaN would carry a NaN to the tokens before it.
+// stop
+//            at the diagonal instead of adding zeros: 0 * NaN would carry a NaN to the tokens before it.
 #include <math.h>
 
 #include "../common/arena.h"
@@ -27,12 +28,11 @@ namespace {
 
 constexpr int kChunk = 16;
 constexpr int kChunkVecs = kChunk / kLanes;
-constexpr int kBlock = 2 * kLanes;   // values of a register tile
-constexpr int64_t kSpanTiles = 256;  // about 7 MB at K = 128
+constexpr int kBlock = 2 * kLanes;    // values of a register tile
+constexpr int64_t kSpanTiles = 1024;  // 27 MB at K = 128
 constexpr float kLog2e = 1.44269504f;
 
-int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-int64_t padded_K(const KdaArgs& args) { return round_up(args.K, 16); }
+int64_t padded_K(const KdaArgs& args) { return (args.K + 15) / 16 * 16; }
 int64_t value_blocks(const KdaArgs& args) { return (args.V + kBlock - 1) / kBlock; }
 
 // What prepare hands to recurrence for one chunk and head, fp32. Tokens past the end of a sequence and channels past K
@@ -111,13 +111,10 @@ Vec sigmoid_log2(Vec x_log2) { return 1.0f / (1.0f + exp2(-x_log2)); }
 void normalize(const KdaArgs& args, const Chunk& chunk, int64_t h, Scratch& scratch) {
   const auto norm = [&](const bf16* x) {
     Vec squares = {};
-    for (int64_t d = 0; d < args.K; d += kLanes) {
-      const Vec part = load_first(x + d, args.K - d);
-      squares += part * part;
-    }
+    for (int64_t d = 0; d < args.K; d += kLanes)
+      squares += load_first(x + d, args.K - d) * load_first(x + d, args.K - d);
     return sqrtf(sum_of_lanes(squares) + 1e-6f);
   };
-  const float scale = static_cast<float>(args.scale);
   for (int64_t i = 0; i < chunk.tokens; ++i) {  // rows of a head are far apart: ask for all before the first is needed
     for (const void* tensor : {args.q, args.k, args.g}) {
       const bf16* x = token(tensor, args, args.K, chunk.first_row + i, h);
@@ -127,7 +124,7 @@ void normalize(const KdaArgs& args, const Chunk& chunk, int64_t h, Scratch& scra
   for (int64_t i = 0; i < kChunk; ++i) {
     const bool is_token = i < chunk.tokens;
     const int64_t row = chunk.first_row + i;
-    scratch.q_scale[i] = is_token ? scale / norm(token(args.q, args, args.K, row, h)) : 0.0f;
+    scratch.q_scale[i] = is_token ? static_cast<float>(args.scale) / norm(token(args.q, args, args.K, row, h)) : 0.0f;
     scratch.k_scale[i] = is_token ? 1.0f / norm(token(args.k, args, args.K, row, h)) : 0.0f;
     scratch.beta[i] = is_token ? 1.0f / (1.0f + expf(-*token(args.beta, args, 1, row, h))) : 0.0f;
   }
@@ -156,8 +153,8 @@ void apply_decay(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t d, 
   const Vec total_decay = exp2(scratch.g_cumsum_log2[kChunk - 1]);
   store(tile.total_decay + d, total_decay);
   for (int64_t i = 0; i < kChunk; ++i) {
-    const int64_t row = chunk.first_row + (i < chunk.tokens ? i : 0);
     const bool is_token = i < chunk.tokens;
+    const int64_t row = chunk.first_row + i;
     const Vec q = is_token ? load_first(token(args.q, args, args.K, row, h) + d, args.K - d) : Vec{};
     const Vec k = is_token ? load_first(token(args.k, args, args.K, row, h) + d, args.K - d) : Vec{};
     const Vec decay = exp2(scratch.g_cumsum_log2[i]);
@@ -297,10 +294,11 @@ void recurrence(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t v, c
   update_state(args, tile, S, U);
 }
 
-// Chunks of each sequence that prepare does before recurrence takes over: enough work for all threads, few enough that
-// what one writes is still in the cache when the other reads it.
+// Chunks of each sequence that prepare does before recurrence takes over. Fewer would keep their matrices in the cache,
+// but every span has two barriers, where all threads wait for one that a busy system has put to sleep.
 int64_t span_chunks(const KdaArgs& args) {
-  return std::clamp<int64_t>(kSpanTiles / std::max<int64_t>(1, args.N * args.H), 1, 64);
+  const int64_t heads = std::max<int64_t>(1, args.N * args.H);
+  return std::clamp<int64_t>(kSpanTiles / heads, 4, std::max<int64_t>(4, args.T / kChunk + 1));
 }
 
 }  // namespace
@@ -314,33 +312,39 @@ int64_t workspace_bytes(const KdaArgs& args) {
 
 void forward(const KdaArgs& args) {
   const std::vector<Sequence> sequences = list_sequences(args);
-  const int64_t span = span_chunks(args);
+  int64_t most_tokens = 1;  // one span at least: a sequence without tokens still has a state to hand on
+  for (const Sequence& sequence : sequences) most_tokens = std::max(most_tokens, sequence.tokens);
+  const int64_t span = span_chunks(args), blocks = value_blocks(args);
+  // Values never meet, so a head can be split among threads; whole heads read what prepare wrote only once, though.
+  const int64_t splits = std::clamp<int64_t>(2 * thread_count() / std::max<int64_t>(1, args.N * args.H), 1, blocks);
   Arena arena(args.workspace);
   const Records<Tile> tiles(args, args.N * span, arena);
   const Records<Head> heads(args, args.N, arena);
 
-  launch("load_state", args, args.N, args.H, [&](int64_t n, int64_t h) {
-    const Head head = heads.at(n, h);
-    std::fill_n(head.state, value_blocks(args) * head.Kp * kBlock, 0.0f);
-    load_state(args, n, h, head);
-  });
-  int64_t most_tokens = 0;
-  for (const Sequence& sequence : sequences) most_tokens = std::max(most_tokens, sequence.tokens);
-  for (int64_t begin = 0; begin < most_tokens; begin += span * kChunk) {
-    launch("prepare", args, args.N * span, args.H, [&](int64_t block, int64_t h) {
-      const Chunk chunk = chunk_at(args, sequences[block / span], begin + block % span * kChunk);
-      if (chunk.tokens > 0) prepare(args, chunk, h, tiles.at(block, h));
+  for (int64_t begin = 0, end = span * kChunk; begin < most_tokens; begin = end, end += span * kChunk) {
+    launch("prepare", args, args.N * span, args.H, [&](int64_t tile, int64_t h) {
+      const Chunk chunk = chunk_at(args, sequences[tile / span], begin + tile % span * kChunk);
+      if (chunk.tokens > 0) prepare(args, chunk, h, tiles.at(tile, h));
     });
-    launch("recurrence", args, args.N * args.H, value_blocks(args), [&](int64_t nh, int64_t block) {
+    launch("recurrence", args, args.N * args.H, splits, [&](int64_t nh, int64_t split) {
       const int64_t n = nh / args.H, h = nh % args.H;
-      float* S = heads.at(n, h).block(block);
+      const int64_t first = split * blocks / splits, last = (split + 1) * blocks / splits;
+      const int64_t v = first * kBlock, v_end = std::min(last * kBlock, args.V);
+      const Head head = heads.at(n, h);
+      if (begin == 0) {
+        std::fill(head.block(first), head.block(last), 0.0f);
+        load_state(args, n, h, v, v_end, head);
+      }
       for (int64_t i = 0; i < span; ++i) {
         const Chunk chunk = chunk_at(args, sequences[n], begin + i * kChunk);
-        if (chunk.tokens > 0) recurrence(args, chunk, h, block * kBlock, tiles.at(n * span + i, h), S);
+        if (chunk.tokens == 0) break;
+        for (int64_t b = first; b < last; ++b) {
+          recurrence(args, chunk, h, b * kBlock, tiles.at(n * span + i, h), head.block(b));
+        }
       }
+      if (end >= most_tokens) store_state(args, n, h, v, v_end, head);
     });
   }
-  launch("store_state", args, args.N, args.H, [&](int64_t n, int64_t h) { store_state(args, n, h, heads.at(n, h)); });
 }
 
 }  // namespace kda::cpu::step5
