@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kda_lab import numeric_range, widgets
+from kda_lab import controls, numeric_range, widgets
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_burst_of_events_is_one_picture(explorer):
         before = explorer.redraws
         for i in range(50):
             explorer.lower_bound.value = -1.0 - 0.05 * i
-        await asyncio.sleep(20 * widgets.COALESCE_SECONDS)
+        await asyncio.sleep(20 * controls.COALESCE_SECONDS)
         return explorer.redraws - before
 
     assert asyncio.run(drag()) == 1
@@ -113,4 +113,4 @@ def test_an_error_is_shown_where_the_reader_looks(explorer, monkeypatch):
 def test_measure_latency_times_every_move():
     samples = widgets.measure_latency(moves=3)
     assert len(samples) == 3
-    assert min(samples) >= 1e3 * widgets.COALESCE_SECONDS * 0.9
+    assert min(samples) >= 1e3 * controls.COALESCE_SECONDS * 0.9

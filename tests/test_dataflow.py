@@ -1,0 +1,103 @@
+"""What dataflow counts, against what the CUDA sources declare and what the design says of the byte floors."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from kda_lab import bench, dataflow, registry
+from kda_lab.inputs import make_inputs
+from kda_lab.native import CompilerNotFound, csrc_dir, find_nvcc
+
+CUDA_STEPS = [step.number for step in registry.steps() if "cuda" in step.devices]
+TYPES = {
+    "4 fused": "step4::Smem<{D}>",
+    "5 prepare": "step5::PrepareSmem<{D}>",
+    "5 recurrence": "step5::RecurrenceStage<{D}>[kda::step5::STAGES]",
+    "6 prepare": "step6::PrepareSmem<{D}>",
+    "6 recurrence": "step6::RecurrenceStage<{D}, {D} / 64>[kda::step6::STAGES]",
+    "6 recurrence, split": "step6::RecurrenceStage<{D}, 1>[kda::step6::STAGES]",
+}
+
+
+@pytest.mark.slow
+def test_shared_memory_is_what_the_kernels_declare(tmp_path):
+    """The compiler compares: sizes here may leave out the padding behind a structure, nothing more."""
+    try:
+        nvcc = find_nvcc()[0].path
+    except CompilerNotFound as error:
+        pytest.skip(str(error))
+    lines = [f'#include "{csrc_dir()}/cuda/steps/{registry.get(n, "cuda").name}.cu"' for n in (4, 5, 6)]
+    for kernel, pattern in TYPES.items():
+        for D in (64, 128):
+            pieces = dataflow.on_chip(kernel, 16, D)
+            counted = sum(piece.bytes for piece in pieces if piece.where == "shared memory")
+            declared = f"sizeof(kda::{pattern.format(D=D)})"
+            padding = f"{declared} >= {counted} && {declared} < {counted} + (kernel_stages) * 1024"
+            stages = 8 if "recurrence" in kernel else 1
+            lines.append(f'static_assert({padding.replace("kernel_stages", str(stages))}, "{kernel}, D {D}");')
+    source = tmp_path / "sizes.cu"
+    source.write_text("\n".join(lines))
+    command = [nvcc, "-std=c++17", "-arch=sm_90a", "-O0", "-ptx", "-o", str(tmp_path / "sizes.ptx"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def total(step: int, between: bool | None = None) -> float:
+    return sum(m.bytes for m in dataflow.moves(step) if between is None or m.between_kernels is between)
+
+
+@pytest.mark.parametrize("step", CUDA_STEPS)
+def test_inputs_and_outputs_are_moved_once_at_least(step):
+    inputs = make_inputs(T=16, H=2)
+    assert total(step, between=False) == bench.io_bytes(inputs) / (inputs.T * inputs.H)
+
+
+@pytest.mark.parametrize("step", CUDA_STEPS)
+def test_what_is_read_between_kernels_was_written(step):
+    moves = [move for move in dataflow.moves(step) if move.between_kernels]
+    written = {move.tensor: move.bytes for move in moves if move.way == "write"}
+    assert {move.tensor for move in moves if move.way == "read"} == set(written)
+    assert all(move.bytes == written[move.tensor] for move in moves)
+
+
+@pytest.mark.parametrize("step", CUDA_STEPS)
+def test_every_kernel_that_moves_is_launched(step):
+    text = registry.get(step, "cuda").source["cuda"].read_text()
+    for kernel in {move.kernel for move in dataflow.moves(step)}:
+        assert f'"{kernel}", args' in text
+
+
+def test_counts_of_the_published_design():
+    """Design notes: prepare reads 770 and writes 864, recurrence writes 256, one pass over everything is 1,282."""
+    of = {(m.kernel, m.way): 0.0 for m in dataflow.moves(5)}
+    for move in dataflow.moves(5):
+        of[move.kernel, move.way] += move.bytes
+    expected = {("prepare", "read"): 770, ("prepare", "write"): 864, ("recurrence", "write"): 256}
+    assert {key: of[key] for key in expected} == expected
+    assert total(4) == 1282
+
+
+def test_fusing_leaves_nothing_between_kernels_and_splitting_brings_some_back():
+    assert total(4, between=True) == 0
+    assert 0 < total(5, between=True) < total(3, between=True)
+
+
+def test_residency_is_the_tightest_limit():
+    one = dataflow.residency("5 prepare")
+    assert (one.threads, one.limited_by) == (128, "shared memory")
+    held = sum(p.bytes for p in dataflow.on_chip("5 prepare") if p.where == "shared memory")
+    assert one.ctas == 228 * 1024 // (held + 1024)
+    assert one.occupancy == one.ctas * 128 / 2048
+
+
+def test_what_does_not_fit_says_why():
+    assert dataflow.residency("4 fused", 16, 256).limited_by == "registers"
+    assert dataflow.residency("5 recurrence", 64, 128).ctas == 0
+    assert dataflow.residency("5 recurrence", 64, 128).limited_by == "shared memory"
+
+
+def test_an_unknown_kernel_is_named():
+    with pytest.raises(ValueError, match="'7 fused'; expected one of 4 fused, 5 prepare"):
+        dataflow.on_chip("7 fused")
