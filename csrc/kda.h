@@ -98,7 +98,8 @@ typedef struct KdaStep {
 KDA_EXPORT int32_t kda_abi_version(void);
 KDA_EXPORT const KdaStep* kda_steps(int32_t* count);
 
-/* Bytes of workspace that kda_forward needs for these sizes; reads no pointer. -1 and an error text on bad sizes. */
+/* Bytes of workspace that kda_forward needs for these sizes; reads no pointer. The negated KdaStatus
+ * and an error text on sizes that the step does not run. */
 KDA_EXPORT int64_t kda_workspace_bytes(int32_t step, const KdaArgs* args);
 
 /* Runs one step. CUDA: enqueues on args->stream and returns; allocates nothing and never synchronises. */

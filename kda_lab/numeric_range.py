@@ -192,8 +192,8 @@ def _measure(inputs: Inputs, chunk: int) -> dict[str, float]:
     from kda_lab import ops  # loads (and on first use compiles) the native library: only when errors are wanted
 
     truth = reference.recurrent(inputs).out
-    native = ops.forward(inputs, step="factored", chunk=chunk, allow_unsafe=True)
-    with _one_torch_thread():
+    with _one_torch_thread():  # the library shares torch's OpenMP threads
+        native = ops.forward(inputs, step="factored", chunk=chunk, allow_unsafe=True)
         mirror = rounding.forward(inputs, chunk=chunk)
     return dict(native_error=relative_rms(native.out, truth), mirror_error=relative_rms(mirror.out, truth))
 

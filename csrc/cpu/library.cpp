@@ -186,12 +186,12 @@ const KdaStep* kda_steps(int32_t* count) {
 }
 
 int64_t kda_workspace_bytes(int32_t step, const KdaArgs* args) {
-  int64_t bytes = -1;
-  kda::cpu::guard([&] {
+  int64_t bytes = 0;
+  const KdaStatus status = kda::cpu::guard([&] {
     kda::cpu::check_sizes(kda::cpu::find_step(step), kda::cpu::require(args));
     bytes = kda::cpu::dispatch_workspace_bytes(step, *args);
   });
-  return bytes;
+  return status == KDA_OK ? bytes : -int64_t{status};
 }
 
 KdaStatus kda_forward(int32_t step, const KdaArgs* args) {

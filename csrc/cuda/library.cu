@@ -186,12 +186,12 @@ const KdaStep* kda_steps(int32_t* count) {
 }
 
 int64_t kda_workspace_bytes(int32_t step, const KdaArgs* args) {
-  int64_t bytes = -1;
-  kda::guard([&] {
+  int64_t bytes = 0;
+  const KdaStatus status = kda::guard([&] {
     kda::check_sizes(kda::find_step(step), kda::require(args));
     bytes = kda::dispatch_workspace_bytes(step, *args);
   });
-  return bytes;
+  return status == KDA_OK ? bytes : -int64_t{status};
 }
 
 KdaStatus kda_forward(int32_t step, const KdaArgs* args) {

@@ -214,6 +214,7 @@ __device__ void correct_values(Smem<CHUNK>& smem, const float (&state_reg)[ROWS]
       float u = 0.0f;
       for (int j = lane; j <= i; j += LANES) u += smem.INV_beta[i][j] * smem.U[j][value_row(r)];
       u = warp_sum<LANES>(u);
+      __syncwarp();  // a shuffle orders no memory: row i has been read before it is replaced
       if (lane == 0) smem.U[i][value_row(r)] = u;
     }
   }
