@@ -80,6 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     explore.add_argument("--gate", default="saturated", help="distribution of the gate's logits; default: %(default)s")
     explore.add_argument("--save", type=Path, metavar="FILE", help="draw the picture into FILE (.png, .svg, .pdf)")
 
+    claims = command("claims", _claims, "measure and judge the published claims about this kernel")
+    claims.add_argument("numbers", nargs="*", type=int, help="numbers of claims; default: all, in about a minute")
+    claims.add_argument("--json", action="store_true", help="verdicts, numbers and machine as JSON")
+
     doctor = command("doctor", _doctor, "say what works on this machine, and how to mend what does not")
     doctor.add_argument("--json", action="store_true", help="the facts as JSON")
 
@@ -161,6 +165,17 @@ def _explore(args: argparse.Namespace) -> int:
 
         plots.range_figure(report).savefig(args.save)
         print(f"picture: {args.save}")
+    return 0
+
+
+def _claims(args: argparse.Namespace) -> int:
+    from kda_lab import claims
+
+    def progress(text: str) -> None:
+        print(f"  {text} …", file=sys.stderr, flush=True)
+
+    findings = claims.ledger(args.numbers or None, progress)
+    print(json.dumps(claims.export(findings), indent=2) if args.json else claims.format_table(findings))
     return 0
 
 

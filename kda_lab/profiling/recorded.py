@@ -48,6 +48,10 @@ class Recording:
         """What kda_lab.record measured: machine, ceilings, rows (times), accuracy and golden."""
         return self._json("ladder.json")
 
+    def claims(self) -> dict[str, Any] | None:
+        """What ``kda-lab claims --json`` wrote there."""
+        return self._json("claims.json")
+
     def ncu(self, step: int | str) -> Report | None:
         """Nsight Compute's report of a step."""
         path = self._report("ncu", step)
@@ -80,6 +84,10 @@ class Recording:
             name: Kernel(**{**kernel, "instructions": tuple(kernel["instructions"])})
             for name, kernel in content.items()
         }
+
+    def exp_forms(self) -> dict[str, Any] | None:
+        """What kda_lab.expforms recorded: instructions and values of the exponential's forms."""
+        return self._json("exp_forms.json")
 
     def history(self, step: int | str) -> dict[str, Any] | None:
         """What was tried on the way to a step: machine, date, method, and rows of a change with its times in ms."""
