@@ -1,4 +1,4 @@
-"""The ledger: every verdict can turn, a missing number is "not measured", and the cheap claims are measured for real."""
+"""The ledger: every verdict can turn, a missing number is "not measured", and cheap claims are measured for real."""
 
 from __future__ import annotations
 

@@ -276,8 +276,8 @@ def without_the_bound(
     share_flushed: float, share_overflowed: float, pairwise_error: float, pairwise_over_factored_time: float
 ) -> Judgement:
     because = (
-        f"At −20 the factored form loses {share_flushed:.0%} of its factors to 0 and {share_overflowed:.0%} to infinity;"
-        f" the pairwise form is {pairwise_error:.1e} off and takes {pairwise_over_factored_time:.2f} times as long here."
+        f"At −20 the factored form loses {share_flushed:.0%} of its factors to 0, {share_overflowed:.0%} to infinity; "
+        f"the pairwise form is {pairwise_error:.1e} off and takes {pairwise_over_factored_time:.2f} times as long here."
     )
     if share_flushed + share_overflowed == 0:
         return refuted(because)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -79,7 +78,7 @@ def observed_log_decay(
 
 
 def stage_ms(step: int | str, inputs: Inputs, chunk: int = 16, runs: int = 9) -> dict[str, float]:
-    """Milliseconds of each stage of a CPU step, from the ranges that the library opens for a profiler."""
+    """Milliseconds of each stage of a CPU step in the fastest of some runs, from the ranges it opens for a profiler."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler announces its start and stop
     call = partial(ops.forward, inputs, step=step, chunk=chunk, allow_unsafe=True)
     call()
@@ -89,15 +88,15 @@ def stage_ms(step: int | str, inputs: Inputs, chunk: int = 16, runs: int = 9) ->
     samples: dict[str, list[float]] = {}
     for event in profiled.events():
         samples.setdefault(event.name, []).append(event.cpu_time_total / 1e3)
-    return {name: statistics.median(samples[name]) for name in STAGES if name in samples}
+    return {name: min(samples[name]) for name in STAGES if name in samples}
 
 
 def interleaved_ms(calls: Sequence[Callable[[], Any]], rounds: int = 3) -> list[float]:
-    """Median milliseconds of each call, taken in turn so that whatever disturbs the machine meets all of them."""
+    """Milliseconds of each call's fastest run, in turn, so that what disturbs the machine meets all of them."""
     for call in calls:
         call()
     samples = [bench.time_call(call, seconds=0.0, warmup=0) for _ in range(rounds) for call in calls]
-    return [statistics.median(sum(samples[i :: len(calls)], ())) for i in range(len(calls))]
+    return [min(sum(samples[i :: len(calls)], ())) for i in range(len(calls))]
 
 
 def gpu_label() -> str:
