@@ -107,12 +107,21 @@ def test_every_step_ships_with_its_reports(shipped, step):
         assert None not in row.values(), row
 
 
+# Launched while the kernel before it drains: on nsys's timeline it begins with its own set-up and waits for the other.
+STARTED_EARLY = {(6, "recurrence")}
+
+
 @pytest.mark.parametrize("step", CUDA_STEPS)
 @pytest.mark.parametrize("shipped", SHIPPED, ids=recorded.available())
 def test_the_tools_agree_on_long_kernels(shipped, step):
-    for row in shipped.agreement(step):
+    rows = shipped.agreement(step)
+    for row in rows:
         times = [row[f"{tool}_us"] for tool in ("events", "nsys", "ncu")]
         assert None not in times, row
+        if (step, row["kernel"]) in STARTED_EARLY:
+            before = next(other for other in rows if other["kernel"] == "prepare")
+            times.remove(row["nsys_us"])
+            assert row["events_us"] < row["nsys_us"] < row["events_us"] + before["events_us"], row
         if min(times) >= 100:
             assert max(times) / min(times) <= 1.10, row
 
