@@ -31,11 +31,11 @@ bench: env ## measure what the project promises: kernel speed, build and import 
 
 lint: env ## check style: ruff and clang-format
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
-	@find csrc tests \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
+	@find csrc \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print0 | xargs -0 .venv/bin/clang-format --dry-run --Werror
 
 format: env ## mend style
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
-	@find csrc tests \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print0 | xargs -0 .venv/bin/clang-format -i
+	@find csrc \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print0 | xargs -0 .venv/bin/clang-format -i
 
 clean: ## delete what was built here (.venv stays; delete it by hand to start over)
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis
