@@ -113,7 +113,7 @@ LAYERS = (
     ("profiling", "doctor"),
     ("record", "claims", "expforms", "plots"),
     ("show",),
-    ("controls", "profiling.figures", "profiling.sass_view"),
+    ("controls", "quiz", "profiling.figures", "profiling.sass_view"),
     ("widgets", "magics", "exercises", "profiling.explorer", "profiling.views"),
     ("tour",),
     ("cli",),

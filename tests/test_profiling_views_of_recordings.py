@@ -29,6 +29,7 @@ EVERY_VIEW = {
     "sass": lambda recording: views.sass(recording, 1, 2, "gate"),
     "agreement": lambda recording: views.agreement(recording, STEPS),
     "race": lambda recording: views.race(recording, 4, 5),
+    "errors": lambda recording: views.errors(recording, STEPS),
     "exponentials": lambda recording: views.exponentials(recording),
     "history": lambda recording: views.history(recording, 6),
 }
@@ -57,7 +58,11 @@ def recording(tmp_path, monkeypatch):
     rows = [row | {"median_ms": 1.4}, row | {"step": 4, "median_ms": 1.2}, row | {"step": 5, "median_ms": 0.8}]
     rows.append(row | {"case": "T 16", "step": 5, "median_ms": 0.1})
     throughput = [{"form": "expf", "results_per_clock_per_sm": 12.1}]
-    ladder = {"ceilings": CEILINGS, "rows": rows, "exponential": {"throughput": throughput}}
+    error = {"step": 5, "T": 256, "lower_bound": -5.0, "regime": "retain", "key_correlation": None, "error_rms": 3e-3}
+    collinear = error | {"regime": "collinear", "key_correlation": 0.9, "error_rms": 4e-3}
+    accuracy = [error, collinear, error | {"T": 16, "error_rms": 9.0}, error | {"lower_bound": -1.0, "error_rms": 9.0}]
+    ladder = {"ceilings": CEILINGS, "rows": rows, "accuracy": accuracy}
+    ladder["exponential"] = {"throughput": throughput}
     (tmp_path / "ladder.json").write_text(json.dumps(ladder))
     change = {"kept": "yes", "change": "more stages", "shape": "H 96", "measured": "recurrence"}
     changes = [change | {"before_ms": 0.3, "after_ms": 0.2}, change | {"before_ms": None, "after_ms": 0.2}]
@@ -89,6 +94,7 @@ def test_every_view_says_not_measured_without_a_recording(view, tmp_path):
         ("sass", "2 instructions, 2 of the exponential"),
         ("agreement", "340"),
         ("race", "1.5"),
+        ("errors", "largest is 0.004, 5_fused_two_kernel in collinear 0.9"),
         ("exponentials", "12.1"),
         ("history", "1.5"),
     ],
@@ -120,6 +126,17 @@ def test_a_race_needs_both_steps_on_a_shape(recording):
     text = words(EVERY_VIEW["race"](recording))
     assert "T 8192" in text
     assert "T 16" not in text
+
+
+def test_measured_bytes_are_those_of_a_token_and_head(recording):
+    # TWO moves 400 MB and 200 MB
+    assert views.moved(recording, STEPS) == {"5_fused_two_kernel": 600e6 / (8192 * 96)}
+    assert views.moved(None, STEPS) == {}
+
+
+def test_a_history_can_be_of_one_kernel(recording):
+    assert "not measured" in repr(views.history(recording, 6, "prepare"))
+    assert "more stages" in repr(views.history(recording, 6, "recurrence"))
 
 
 def test_a_history_shows_a_ratio_only_where_there_is_one(recording):

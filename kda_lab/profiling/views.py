@@ -9,11 +9,12 @@ Figures and tables carry the recording's label, so that no number stands without
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kda_lab import registry
-from kda_lab.plots import GREY, AltFigure, figure
+from kda_lab.plots import GREY, AltFigure, error_by_regime_figure, figure
 from kda_lab.profiling import evidence, figures, metrics, roofline, sass_view
 from kda_lab.profiling.ncu import Report
 from kda_lab.profiling.recorded import Recording
@@ -165,14 +166,35 @@ def exponentials(recording: Recording | None) -> Html:
     return table(rows, columns, _caption(recording, "One exponential, from registers"))
 
 
-def history(recording: Recording | None, step: Step) -> Html:
-    """What was tried on the way to a step, a change a row: timed on what, before and after, and whether it stayed."""
+def errors(recording: Recording | None, steps: Sequence[Step], T: int = 256) -> AltFigure:
+    """Errors of the output for every regime, at T tokens and lower_bound -5."""
+    content = (recording.ladder() if recording else None) or {}
+    found: dict[str, dict[str, float]] = {}
+    for row in content.get("accuracy", []):
+        if row.get("step") in map(_number, steps) and (row["T"], row["lower_bound"]) == (T, -5.0):
+            correlation = "" if row["key_correlation"] is None else f" {row['key_correlation']}"
+            found.setdefault(_name(row["step"]), {})[row["regime"] + correlation] = row["error_rms"]
+    return error_by_regime_figure(found, f"output, {recording.label},") if found else _nothing("Errors on a GPU")
+
+
+def moved(recording: Recording | None, steps: Sequence[Step]) -> dict[str, float]:
+    """Measured bytes a token and head between the GPU and its memory, by step's name; not measured: not in it."""
+    tokens_and_heads = math.prod(evidence.TEACHING_SHAPE[size] for size in "BTH")
+    points, _ = _points(recording, steps)
+    return {point.name: point.bytes / tokens_and_heads for point in points}
+
+
+def history(recording: Recording | None, step: Step, measured: str = "") -> Html:
+    """What was tried on the way to a step, a change a row: timed on what, before and after, and whether it stayed.
+
+    measured: only the changes timed on this, such as "prepare".
+    """
     content = recording.history(step) if recording else None
     if content is None:
         return _words(f"The way to step {step}")
     columns = {"kept": "Kept", "change": "What was changed", "shape": "Shape", "measured": "Timed"}
     columns |= {"before_ms": "Before, ms", "after_ms": "After, ms", "ratio": "Times as fast"}
-    rows = [row | {"ratio": _ratio(row)} for row in content["rows"]]
+    rows = [row | {"ratio": _ratio(row)} for row in content["rows"] if measured in ("", row["measured"])]
     return table(rows, columns, f"{content['machine']}, {content['date']}. {content['method']}")
 
 

@@ -1,0 +1,180 @@
+"""The figures of lessons 2 and 4 to 6: where data is and moves, what roundings cost, and one exponential in every form.
+
+As in kda_lab.plots: drawn from tidy data only, each an AltFigure whose `alt` states its finding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter
+
+from kda_lab.dataflow import PLACES, REGISTER_BYTES, SHARED_BYTES_PER_CTA, Move, Piece, Residency
+from kda_lab.expforms import Form
+from kda_lab.plots import BLUE, GREY, INK, MARKERS, ORANGE, PALETTE, PAPER, VERMILLION, AltFigure, figure
+
+_AROUND = 4  # measured points on either side whose largest error is drawn
+_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
+
+
+def moved_bytes_figure(moves: Mapping[str, Sequence[Move]], measured: Mapping[str, float] | None = None) -> AltFigure:
+    """Bytes a token and head that every step (key) moves in device memory, counted; a marker where measured, too."""
+    fig = figure(8.8, 1.4 + 0.42 * len(moves))
+    axes = fig.subplots()
+    measured = measured or {}
+    totals = {}
+    for y, (name, of_step) in enumerate(moves.items()):
+        outer = sum(move.bytes for move in of_step if not move.between_kernels)
+        inner = sum(move.bytes for move in of_step if move.between_kernels)
+        totals[name] = outer + inner
+        labels = ("inputs and outputs", "from kernel to kernel") if y == 0 else (None, None)
+        axes.barh(y, outer, 0.6, color=BLUE, label=labels[0])
+        axes.barh(y, inner, 0.6, left=outer, color=ORANGE, hatch="//", edgecolor=PAPER, label=labels[1])
+        if name in measured:
+            axes.plot(measured[name], y, "D", color=INK, label="measured" if y == 0 else None, linestyle="none")
+        axes.text(max(totals[name], measured.get(name, 0)), y, f"  {totals[name]:,.0f} B", va="center", fontsize=9)
+    least = min(totals.values())
+    axes.axvline(least, color=GREY, linestyle=":", linewidth=1.5)
+    axes.set(yticks=range(len(moves)), yticklabels=list(moves), xlabel="bytes a token and head, in device memory")
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    axes.legend(frameon=False, loc="lower right")
+    _clean(axes)
+    words = [
+        f"{name} {total:,.0f}" + (f" (measured {measured[name]:,.0f})" if name in measured else "")
+        for name, total in totals.items()
+    ]
+    fig.alt = f"Bytes a token and head moved in device memory: {', '.join(words)}. The least possible is {least:,.0f}."
+    return fig
+
+
+def memory_figure(H: int = 96, head_size: int = 128) -> AltFigure:
+    """The memories of an H200 by size, beside what has to go somewhere: one chunk, one state, all states."""
+    memories = {  # bytes of the whole GPU: 132 multiprocessors (NVIDIA's data sheet and programming guide)
+        "registers": 132 * REGISTER_BYTES,
+        "shared memory": 132 * SHARED_BYTES_PER_CTA,
+        "L2 cache": 50 * 1024**2,
+        "device memory": 141 * 10**9,
+    }
+    state = head_size * head_size * 4
+    wanted = {"one chunk of one head": 4 * 16 * head_size * 2, "one state": state, f"{H} states": H * state}
+    fig = figure(8.8, 3.2)
+    axes = fig.subplots()
+    axes.set_xscale("log")
+    for y, size in enumerate(memories.values()):
+        axes.barh(y, size, 0.55, left=1e3, color=PALETTE[y], hatch=_HATCHES[y], edgecolor=PAPER)
+        axes.text(size * 1.3, y, _size(size), va="center", fontsize=9)
+    for i, (name, size) in enumerate(wanted.items()):
+        axes.axvline(size, color=INK, linestyle=":", linewidth=1.5)
+        axes.text(size, -1.3 + 0.4 * i, f"  {name}, {_size(size)}", va="bottom", fontsize=9)
+    axes.set(yticks=range(len(memories)), yticklabels=list(memories), xlim=(4e3, 2e13), xlabel="bytes (log scale)")
+    axes.set_ylim(len(memories) - 0.5, -1.8)
+    _clean(axes)
+    sizes = ", ".join(f"{name} {_size(size)}" for name, size in (memories | wanted).items())
+    fig.alt = f"Memories of one GPU, and what a kernel would keep in them: {sizes}."
+    return fig
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def on_chip_figure(kernel: str, pieces: Sequence[Piece], fits: Residency, setting: str) -> AltFigure:
+    """What one CTA holds in registers and in shared memory, beside what there is of each."""
+    fig = figure(9.0, 3.4, layout="none")  # fixed margins: a layout engine would cost more than the drawing
+    fig.subplots_adjust(left=0.15, right=0.98, bottom=0.38, top=0.82)
+    axes = fig.subplots()
+    capacity = dict(zip(PLACES, (REGISTER_BYTES, SHARED_BYTES_PER_CTA), strict=True))
+    held = {place: sum(piece.bytes for piece in pieces if piece.where == place) for place in PLACES}
+    edge = 1.3 * max(*capacity.values(), *held.values()) / 1024
+    left = dict.fromkeys(PLACES, 0.0)
+    for i, piece in enumerate(pieces):
+        y, size = PLACES.index(piece.where), piece.bytes / 1024
+        colour, hatch = PALETTE[i % len(PALETTE)], _HATCHES[i % len(_HATCHES)]
+        label = f"{piece.name}: {size:,.4g} KB"
+        axes.barh(
+            y, size, 0.5, left=left[piece.where], color=colour, hatch=hatch, edgecolor=PAPER, linewidth=0.5, label=label
+        )
+        left[piece.where] += size
+    for y, place in enumerate(PLACES):
+        limit = capacity[place] / 1024
+        axes.plot([limit, limit], [y - 0.38, y + 0.38], color=INK, linewidth=2.5)
+        axes.text(limit, y, f"  {limit:.0f} KB there are", va="center", fontsize=9, color=INK)
+    axes.set(xlim=(0, edge), ylim=(1.5, -0.5), yticks=(0, 1), yticklabels=PLACES, xlabel="KB of one CTA")
+    axes.set_title(f"{kernel}, {setting}\n{describe_residency(fits)}", loc="left", fontsize=11)
+    fig.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0.02, 0.0))
+    _clean(axes)
+    sizes = " and ".join(f"{held[place] / 1024:,.4g} KB of {place}" for place in PLACES)
+    fig.alt = f"{kernel}, {setting}: one CTA holds {sizes}. {describe_residency(fits)}."
+    return fig
+
+
+def describe_residency(fits: Residency) -> str:
+    """How many CTAs fit and why no more, in words."""
+    if fits.ctas == 0:
+        return f"not even one CTA fits, for its {fits.limited_by}"
+    ctas = "1 CTA" if fits.ctas == 1 else f"{fits.ctas} CTAs"
+    return f"at most {ctas} on a multiprocessor, limited by {fits.limited_by}: occupancy {fits.occupancy:.0%}"
+
+
+def rounding_figure(errors: Mapping[str, tuple[float, float]], title: str = "") -> AltFigure:
+    """Errors of (output, state) for named choices of roundings, on a log axis; NaN at its right end."""
+    left = 0.04 + 0.011 * max(map(len, errors))  # fixed margins: a layout engine would cost more than the drawing
+    fig = figure(8.6, 1.45 + 0.42 * len(errors), layout="none")
+    fig.subplots_adjust(left=left, right=0.97, bottom=0.55 / (1.45 + 0.42 * len(errors)), top=0.8)
+    axes = fig.subplots()
+    axes.set_xscale("log")
+    low, high = 1e-8, 100.0
+    for i, (name, colour, marker) in enumerate((("output", BLUE, "o"), ("final state", VERMILLION, "s"))):
+        at = [y + 0.16 * (2 * i - 1) for y in range(len(errors))]
+        shown = [high if math.isnan(pair[i]) else min(max(pair[i], low), high) for pair in errors.values()]
+        axes.plot(shown, at, marker, color=colour, markersize=8, label=name, linestyle="none")
+        for x, y, pair in zip(shown, at, errors.values(), strict=True):
+            text = "NaN" if math.isnan(pair[i]) else f"{pair[i]:.2g}"
+            axes.annotate(text, (x, y), (8, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set(yticks=range(len(errors)), yticklabels=list(errors), xlim=(low / 2, 30 * high))
+    axes.set(xlabel="relative RMS error against float64 (log scale)")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_ylim(len(errors) - 0.5, -0.5)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    fig.legend(frameon=False, fontsize=9, ncols=2, loc="upper right")
+    _clean(axes)
+    words = [f"{name}: output {pair[0]:.2g}, state {pair[1]:.2g}" for name, pair in errors.items()]
+    fig.alt = f"{title + '. ' if title else ''}Errors against float64. {'; '.join(words)}."
+    return fig
+
+
+def exponent_figure(forms: Sequence[Form], x: float, title: str = "") -> AltFigure:
+    """Error in ulp of every form that was measured, the largest around each x; what was not measured is named."""
+    fig = figure(9.0, 3.8, layout="none")
+    fig.subplots_adjust(left=0.08, right=0.68, bottom=0.15, top=0.88)
+    axes = fig.subplots()
+    words = []
+    for form, colour, marker in zip(forms, PALETTE, MARKERS, strict=False):
+        if not form.measured:
+            axes.plot([], [], marker, color=colour, label=f"{form.name}: not measured", linestyle="none")
+            words.append(f"{form.name}: not measured")
+            continue
+        nearby = [max(form.ulp[max(0, i - _AROUND) : i + _AROUND + 1]) for i in range(len(form.ulp))]
+        axes.plot(form.x, nearby, color=colour, marker=marker, markevery=24, linewidth=1.5, label=form.name)
+        words.append(f"{form.name} is off by {form.ulp_at(x):.2g} ulp there and by {max(form.ulp):.2g} at most")
+    axes.axvline(x, color=GREY, linestyle=":", linewidth=1.5)
+    axes.set(xlabel="x", ylabel="largest error nearby, ulp of fp32", title=title)
+    axes.set_yscale("log")
+    axes.set_ylim(0.05, 300.0)
+    fig.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(0.69, 0.5))
+    _clean(axes)
+    fig.alt = f"{title + '. ' if title else ''}Error at x = {x:g}: {'; '.join(words)}."
+    return fig
+
+
+def _clean(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", color="#d9d9d9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=10, colors=INK)
