@@ -56,7 +56,7 @@ def memory_figure(H: int = 96, head_size: int = 128) -> AltFigure:
         "registers": 132 * REGISTER_BYTES,
         "shared memory": 132 * SHARED_BYTES_PER_CTA,
         "L2 cache": 50 * 1024**2,
-        "device memory": 141 * 10**9,
+        "device memory": 141 * 1024**3,
     }
     state = head_size * head_size * 4
     wanted = {"one chunk of one head": 4 * 16 * head_size * 2, "one state": state, f"{H} states": H * state}
@@ -78,7 +78,7 @@ def memory_figure(H: int = 96, head_size: int = 128) -> AltFigure:
 
 
 def _size(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+    for unit, size in (("GB", 1024**3), ("MB", 1024**2), ("KB", 1024)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} B"
@@ -104,8 +104,8 @@ def on_chip_figure(kernel: str, pieces: Sequence[Piece], fits: Residency, settin
     for y, place in enumerate(PLACES):
         limit = capacity[place] / 1024
         axes.plot([limit, limit], [y - 0.38, y + 0.38], color=INK, linewidth=2.5)
-        axes.text(limit, y, f"  {limit:.0f} KB there are", va="center", fontsize=9, color=INK)
-    axes.set(xlim=(0, edge), ylim=(1.5, -0.5), yticks=(0, 1), yticklabels=PLACES, xlabel="KB of one CTA")
+        axes.text(limit, y - 0.26, f"  {limit:.0f} KB there are", va="bottom", fontsize=9, color=INK)
+    axes.set(xlim=(0, edge), ylim=(1.5, -0.6), yticks=(0, 1), yticklabels=PLACES, xlabel="KB of one CTA")
     axes.set_title(f"{kernel}, {setting}\n{describe_residency(fits)}", loc="left", fontsize=11)
     fig.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0.02, 0.0))
     _clean(axes)
@@ -125,8 +125,9 @@ def describe_residency(fits: Residency) -> str:
 def rounding_figure(errors: Mapping[str, tuple[float, float]], title: str = "") -> AltFigure:
     """Errors of (output, state) for named choices of roundings, on a log axis; NaN at its right end."""
     left = 0.04 + 0.011 * max(map(len, errors))  # fixed margins: a layout engine would cost more than the drawing
-    fig = figure(8.6, 1.45 + 0.42 * len(errors), layout="none")
-    fig.subplots_adjust(left=left, right=0.97, bottom=0.55 / (1.45 + 0.42 * len(errors)), top=0.8)
+    height = 1.3 + 0.42 * len(errors)
+    fig = figure(8.6, height, layout="none")
+    fig.subplots_adjust(left=left, right=0.97, bottom=0.55 / height, top=1 - 0.55 / height)
     axes = fig.subplots()
     axes.set_xscale("log")
     low, high = 1e-8, 100.0

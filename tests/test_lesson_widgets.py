@@ -138,7 +138,7 @@ def test_moved_bytes_are_drawn_with_what_was_measured():
 
 
 def test_the_memories_are_named_with_their_sizes():
-    assert "one state 65.5 KB, 96 states 6.29 MB" in plots_gpu.memory_figure().alt
+    assert "one state 64 KB, 96 states 6 MB" in plots_gpu.memory_figure().alt
 
 
 # ---- rounding microscope

@@ -172,3 +172,9 @@ def test_machine_code_of_a_step_is_chosen_by_kernel():
 )
 def test_kernels_of_reports_are_found_in_the_machine_code(full, instance):
     assert table.instance_name(full) == instance
+
+
+def test_no_two_steps_look_alike_on_the_roofline():
+    points = [roofline.Point(f"step {i}", 1e-3, 1e9, 1e11, 1e9) for i in range(7)]
+    looks = [(line.get_color(), line.get_marker()) for line in figures.roofline_figure(points, CEILINGS).axes[0].lines]
+    assert len({look for look in looks if look[1] != "None"}) == len(points)

@@ -194,7 +194,8 @@ def occupancy_figure(reports: Mapping[str, Report], title: str = "") -> AltFigur
             axes.plot(occupancy["possible"], y, "|", color=INK, markersize=16, label="possible" if y == 0 else None)
         limit = f", limited by {occupancy['limited_by']}" if occupancy["limited_by"] else ""
         axes.text(101, y, f"{occupancy['reached']:.0f} %{limit}", va="center", fontsize=9)
-    axes.set(xlim=(0, 100), yticks=range(len(kernels)), xlabel="% of the warps a multiprocessor can hold", title=title)
+    axes.set(xlim=(0, 100), yticks=range(len(kernels)), xlabel="% of the warps a multiprocessor can hold")
+    axes.set_title(title, pad=26)  # above the legend
     axes.set_yticklabels([f"{name}: {kernel}" for name, kernel, _ in kernels], fontsize=9)
     axes.invert_yaxis()
     _legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
@@ -229,8 +230,9 @@ def _lane_order(lane: tuple[str, str, int, str]) -> tuple[str, str, int]:
 
 
 def _cycled(points: Sequence[Point]) -> list[tuple[Point, str, str]]:
+    """A colour and a marker for each point, no pair of them twice: one more point than colours takes another marker."""
     n = len(PALETTE)
-    return [(at, PALETTE[i % n], MARKERS[i % len(MARKERS)]) for i, at in enumerate(points)]
+    return [(at, PALETTE[i % n], MARKERS[(i + i // n) % len(MARKERS)]) for i, at in enumerate(points)]
 
 
 def _legend(axes: Axes, **where: Any) -> None:
