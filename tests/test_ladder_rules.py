@@ -106,12 +106,12 @@ def test_no_fast_math_anywhere_in_the_build():
 
 # Who may import whom: a module imports only from its own layer or one above. Data flows one way: inputs to notebooks.
 LAYERS = (
-    ("native", "inputs", "annotate", "compare"),
+    ("native", "inputs", "annotate", "compare", "sandbox"),
     ("registry", "reference", "rounding"),
     ("ops", "sass", "dataflow"),
     ("numeric_range", "bench", "microbench", "peers"),
     ("profiling", "doctor"),
-    ("record", "claims", "expforms", "plots"),
+    ("record", "claims", "expforms", "own_step", "plots"),
     ("show",),
     ("controls", "quiz", "profiling.figures", "profiling.sass_view"),
     ("widgets", "magics", "exercises", "profiling.explorer", "profiling.views"),

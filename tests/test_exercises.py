@@ -1,0 +1,336 @@
+"""Every exercise: the stub and plausible mistakes are refused, each with the hint that helps; the solution passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from kda_lab import exercises, own_step
+from kda_lab.exercises import Wrong, lesson_00, lesson_01, lesson_03, lesson_05, lesson_06
+
+ALL = [exercise for number in exercises.LESSONS for exercise in exercises.lesson(number)]
+QUICK = [exercise for exercise in ALL if exercise.id != "9.3"]  # which builds two steps
+
+
+def decay_last(S, q, k, v, g, beta, scale):
+    S = (S + beta * np.outer(v - S @ k, k)) * np.exp(g)
+    return S, scale * S @ q
+
+
+def no_delta_rule(S, q, k, v, g, beta, scale):
+    S = S * np.exp(g) + beta * np.outer(v, k)
+    return S, scale * S @ q
+
+
+def reads_before(S, q, k, v, g, beta, scale):
+    return lesson_00.one_token(S, q, k, v, g, beta, scale)[0], scale * S @ q
+
+
+def nan_blind(actual, expected):
+    return math.sqrt(np.nansum((actual - expected) ** 2) / np.nansum(expected**2))
+
+
+def L_with(change):
+    def make_L(k_hat, beta, G):
+        pairs = np.einsum("id,jd,ijd->ij", k_hat, k_hat, np.exp(G[:, None] - G[None]))
+        return change(pairs, beta)
+
+    return make_L
+
+
+def update_with(key):
+    return lambda S, U, k_hat, G: S * np.exp(G[-1]) + U.T @ (k_hat * key(G))
+
+
+def gate_half_rebased(g_raw, A_log, dt_bias, lower_bound, exp2):
+    return lower_bound * math.log2(math.e) / (1 + exp2(-math.exp(A_log) * (g_raw + dt_bias)))
+
+
+def gate_by_exp(g_raw, A_log, dt_bias, lower_bound, exp2):
+    return lower_bound * math.log2(math.e) / (1 + np.exp(-math.exp(A_log) * (g_raw + dt_bias)))
+
+
+def gate_base_e(g_raw, A_log, dt_bias, lower_bound, exp2):
+    return lower_bound / (1 + np.exp(-math.exp(A_log) * (g_raw + dt_bias)))
+
+
+def pairwise_Mqk(q_hat, k_hat, G, scale, exp):
+    return scale * np.tril(np.einsum("id,jd,ijd->ij", q_hat, k_hat, exp(G[:, None] - G[None])))
+
+
+def strict_Mqk(q_hat, k_hat, G, scale, exp):
+    return np.tril(lesson_03.factored_Mqk(q_hat, k_hat, G, scale, exp), -1)
+
+
+def from_the_start(G):
+    return np.exp(G), np.exp(-G)
+
+
+def one_factor_shifted(G):
+    return np.exp(G - G[8]), np.exp(-G)
+
+
+def output_with(sign, by_rows):
+    def chunk_output(q_decayed, k_decayed, Mqk, INV, beta, values, S):
+        P = Mqk @ (beta[:, None] * INV if by_rows else INV * beta)
+        return (q_decayed + sign * P @ k_decayed) @ S.T + P @ values
+
+    return chunk_output
+
+
+def floor_with(combine):
+    return lambda tokens, chunk, us, mb, tbs: combine(tokens / chunk * us, mb / tbs)
+
+
+def rounds_early(S, U, k_restored, decay):
+    return ((S.float() * decay).bfloat16().float() + U.T @ k_restored).bfloat16()
+
+
+def all_bf16(S, U, k_restored, decay):
+    return S * decay.bfloat16() + U.T.bfloat16() @ k_restored.bfloat16()
+
+
+def busy_unsorted(intervals):
+    busy, reached = 0.0, -math.inf
+    for start, end in intervals:
+        busy, reached = busy + max(0.0, end - max(start, reached)), max(reached, end)
+    return busy
+
+
+WRONG = {
+    "0.1": [
+        (lambda lb, n: n * np.exp(lb), "multiplies again"),
+        (lambda lb, n: lb * n, "the gate is added up"),
+        (lambda lb, n: np.exp(lb), "one token only"),
+    ],
+    "0.2": [
+        (decay_last, "decay comes first"),
+        (no_delta_rule, "delta rule"),
+        (reads_before, "a token sees itself"),
+        (lambda S, *rest: S, "Return two things"),
+    ],
+    "0.3": [
+        (nan_blind, "NaN passed"),
+        (lambda a, e: np.mean(np.abs((a - e) / e)), "entries near 0"),
+        (lambda a, e: np.sqrt(np.mean((a - e) ** 2)), "absolute"),
+    ],
+    "1.1": [(lambda C, K: C * C * K, "half of the pairs"), (lambda C, K: C * (C - 1) // 2 * K, "diagonal")],
+    "1.2": [
+        (L_with(lambda pairs, beta: np.tril(beta[:, None] * pairs)), "diagonal belongs to I"),
+        (L_with(lambda pairs, beta: np.tril(beta[None] * pairs, -1)), "belongs to the row"),
+        (L_with(lambda pairs, beta: np.tril(pairs, -1)), "beta is missing"),
+    ],
+    "1.3": [(lambda L: np.eye(len(L)) - L, "first term"), (lambda L: lesson_01.invert(-L), "mind the sign")],
+    "1.4": [
+        (update_with(lambda G: np.exp(G)), "not from the start"),
+        (update_with(lambda G: 1.0), "new keys decay"),
+        (update_with(lambda G: np.exp(-G)), "exponent is positive"),
+    ],
+    "2.1": [(lambda lb: lb * math.log(2), "the way back"), (lambda lb: lb, "still base e")],
+    "2.2": [
+        (gate_half_rebased, "sigmoid contains an exponential"),
+        (gate_by_exp, "exp2 was never called"),
+        (gate_base_e, "gate in base e"),
+    ],
+    "2.3": [(lambda p, r: 1 - p + p / r, "share of the old one"), (lambda p, r: 1 - p + p * r, "times add")],
+    "3.1": [(lambda C, top: top / C, "it is negative"), (lambda C, top: -top / (C - 1), "first one included")],
+    "3.2": [(pairwise_Mqk, "pairwise form"), (strict_Mqk, "keep the diagonal")],
+    "3.3": [(from_the_start, "as large as before"), (one_factor_shifted, "product must still be")],
+    "4.1": [
+        (lambda C, D: 3 * C * D + D + 2 * C * C, "those are elements"),
+        (lambda C, D: 3 * C * D * 2 + D * 4 + C * C * 2, "INV and Mqk"),
+    ],
+    "4.2": [(lambda n, h, sms: n * h / sms, "all of them"), (lambda n, h, sms: sms / (n * h), "other way round")],
+    "4.3": [
+        (lambda M, N, K: (M // 16) * (N // 8) * (K // 16), "round up"),
+        (lambda M, N, K: -(-M // 16) * -(-N // 16) * -(-K // 16), "steps of 8"),
+    ],
+    "5.1": [
+        (lambda lengths, heads, chunk: (sum(lengths) // chunk * heads, len(lengths) * heads), "round up"),
+        (lambda lengths, heads, chunk: lesson_05.blocks(lengths, heads, chunk)[::-1], "first is prepare"),
+    ],
+    "5.2": [(floor_with(lambda a, b: a + b), "overlap"), (floor_with(min), "both are")],
+    "5.3": [(rounds_early, "before the sum"), (all_bf16, "computed in bf16")],
+    "6.1": [
+        (lambda INV, beta, k, v: (INV @ k, INV @ v), "beta is missing"),
+        (lambda INV, beta, k, v: (beta[:, None] * (INV @ k), beta[:, None] * (INV @ v)), "before INV mixes"),
+        (lambda INV, beta, k, v: lesson_06.wy(INV, beta, k, v)[0], "Return two arrays"),
+    ],
+    "6.2": [(output_with(1, False), "has a minus"), (output_with(-1, True), "columns of INV")],
+    "6.3": [(lambda K, V, n: K * V * 4 // n, "those are bytes"), (lambda K, V, n: K * V // 2 // n, "would be bf16")],
+    "7.1": [(lambda mb, us: us / mb, "other way round"), (lambda mb, us: 1e3 * mb / us, "Check the units")],
+    "7.2": [
+        (lambda m, a: "memory" if m > a else "arithmetic", "kernel waits"),
+        (lambda m, a: "latency", "is near its peak"),
+    ],
+    "7.3": [
+        (lambda ks: sum(end - start for start, end in ks), "share count once"),
+        (lambda ks: max(end for _, end in ks) - min(start for start, _ in ks), "gap between"),
+        (busy_unsorted, "sort them first"),
+    ],
+    "8.1": [
+        (lambda ratio, noise: "confirmed" if ratio and ratio >= 1.15 else "refuted", "differs from itself"),
+        (lambda ratio, noise: "not measured", "clearly above"),
+    ],
+    "8.2": [
+        (lambda counts: "refuted" if counts.get(75) else "confirmed", "nothing about older"),
+        (lambda counts: "confirmed" if counts.get(90) else "refuted", "there on 75"),
+    ],
+    "8.3": [
+        (lambda gate: "clamp" if abs(gate(30.0, -5.0) + 5) < 1e-3 else "factor", "scales with lower_bound"),
+        (lambda gate: "factor" if abs(gate(30.0, -5.0) + 5) < 1e-3 else "clamp", "cut off"),
+    ],
+    "9.1": [
+        (lambda b, t, h, d, T, H, K: ((b * H + h) * T + t) * K + d, "heads of one token"),
+        (lambda b, t, h, d, T, H, K: (t * H + h) * K + d, "batch row is missing"),
+    ],
+    "9.2": [
+        (lambda errors: "none" if not any(e > 1e-2 for e in errors.values()) else "inverse", "something is lost"),
+        (lambda errors: "inverse", "as small as bf16"),
+    ],
+    "9.3": [(lambda: 5, "Return the path"), (lambda: "no_such_step.cpp", "There is no file")],
+}
+
+
+def by_id(exercise):
+    return exercise.id
+
+
+def test_every_lesson_has_three_exercises_and_each_its_mistakes():
+    assert sorted(WRONG) == sorted(exercise.id for exercise in ALL)
+    for number in exercises.LESSONS:
+        ids = [exercise.id for exercise in exercises.lesson(number)]
+        assert ids == [f"{number}.{i}" for i in range(1, len(ids) + 1)]
+        assert len(ids) >= 3
+        assert any(exercise.kind == exercises.exercise.WRITE for exercise in exercises.lesson(number)) or number == 4
+    assert all(len(answers) >= 2 for answers in WRONG.values())
+    assert len({exercise.name for exercise in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize("exercise", QUICK, ids=by_id)
+def test_solution_passes_and_costs_what_it_says(exercise):
+    cost = exercise.check(exercise.solution)
+    if cost is not None:
+        assert cost.value == pytest.approx(cost.solution)
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=by_id)
+def test_untouched_stub_is_refused(exercise):
+    namespace: dict = {}
+    exec(exercise.stub, namespace)
+    with pytest.raises(Wrong, match="returns nothing yet"):
+        exercise.check(namespace[exercise.name])
+
+
+@pytest.mark.parametrize(
+    ("id", "answer", "hint"),
+    [pytest.param(id, *pair, id=f"{id}-{i}") for id, pairs in WRONG.items() for i, pair in enumerate(pairs)],
+)
+def test_mistake_gets_the_hint_that_helps(id, answer, hint):
+    with pytest.raises(Wrong, match=f"(?i){hint}"):
+        exercises.get(id).check(answer)
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=by_id)
+def test_answer_that_raises_or_is_no_function_or_no_number_is_refused(exercise):
+    def answer(*args, **kwargs):
+        return 1 / 0
+
+    with pytest.raises(Wrong, match=f"{exercise.name} raised ZeroDivisionError"):
+        exercise.check(answer)
+    with pytest.raises(Wrong, match="expected a function"):
+        exercise.check(3)
+    with pytest.raises(Wrong):
+        exercise.check(lambda *args, **kwargs: {"neither": "number nor array"})
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=by_id)
+def test_stub_is_the_solution_without_its_body(exercise):
+    lines = exercise.stub.splitlines()
+    assert len(lines) <= 12
+    assert exercise.solution_source.startswith("\n".join(lines[:-1]))
+    assert inspect.getdoc(exercise.solution)
+    assert exercise.hints
+    assert exercise.points >= 1
+
+
+def test_cost_ranks_right_answers():
+    def exp_once_more(q_hat, k_hat, G, scale, exp):
+        rows = exp(G)
+        return scale * np.tril((q_hat * rows) @ (k_hat / rows).T)
+
+    cost = exercises.get("3.2").check(exp_once_more)
+    assert (cost.value, cost.solution) == (1.0, 2.0)
+    assert "cost 1 exponentials for each element; the solution's is 2" in str(cost)
+
+
+def test_mistakes_do_not_hide_behind_torch_tensors():
+    assert exercises.get("4.2").check(lambda n, h, sms: torch.tensor(min(1.0, n * h / sms))) is None
+
+
+def test_score_shows_and_returns_points(capsys, monkeypatch):
+    assert exercises.score("2.1", lambda lb: lb) == 0.0
+    shown = capsys.readouterr().out
+    assert "✗ 2.1 One factor: not yet. This is still base e." in shown
+    assert exercises.score("0.2", lesson_00.one_token) == 2.0
+    assert "✓ 0.2" in capsys.readouterr().out
+    assert {"0.2": 2.0, "2.1": 0.0}.items() <= exercises.progress().items()
+
+
+def test_help_is_folded_and_the_solution_can_be_kept_back(monkeypatch):
+    exercise = exercises.get("3.2")
+    markup = exercises._not_yet(exercise, "a <hint>")._repr_html_()
+    assert markup.count("<details>") == len(exercise.hints) + 1
+    assert "a &lt;hint&gt;" in markup
+    assert "np.tril((q_hat * exp(G))" in markup
+    monkeypatch.setenv("KDA_LAB_SOLUTIONS", "0")
+    markup = exercises._not_yet(exercise, "hint")._repr_html_()
+    assert markup.count("<details>") == len(exercise.hints)
+    assert "np.tril((q_hat" not in markup
+
+
+@pytest.mark.parametrize("id", ["3.9", "12.1", "x", ""])
+def test_unknown_exercise_is_named(id):
+    with pytest.raises(ValueError, match=r"expected"):
+        exercises.get(id)
+
+
+def report(**changes):
+    check = own_step.Check("mixed", 2e-3, 1e-6, 6e-3)
+    times = ({"step": own_step.NUMBER, "slug": "own_step", "median_ms": 100.0},)
+    fields = {"path": None, "device": "cpu", "failure": "", "checks": (check,), "times": times, "machine": {}}
+    return own_step.Report(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({}, "1.00 times as fast"),
+        ({"failure": "It crashed with SIGSEGV"}, "SIGSEGV"),
+        ({"checks": (own_step.Check("retain", 0.9, 0.9, 6e-3),)}, "not right in every regime: retain"),
+    ],
+)
+def test_own_step_must_be_right_and_faster(monkeypatch, changes, hint):
+    mine, start = own_step.example("fast"), own_step.example("start")
+    monkeypatch.setattr(own_step, "run", lambda path: report() if path == start else report(**changes))
+    with pytest.raises(Wrong, match=hint):
+        exercises.get("9.3").check(lambda: mine)
+
+
+def test_own_step_that_is_faster_passes(monkeypatch):
+    mine, start = own_step.example("fast"), own_step.example("start")
+    fast = report(times=({"step": own_step.NUMBER, "slug": "own_step", "median_ms": 20.0},))
+    monkeypatch.setattr(own_step, "run", lambda path: report() if path == start else fast)
+    assert dataclasses.astuple(exercises.get("9.3").check(lambda: mine)) == (20.0, 50.0, "ms")
+
+
+def test_importing_a_lesson_needs_no_compiler():
+    code = "import sys; from kda_lab import exercises, native; exercises.lesson(9); assert native.loaded('cpu') is None"
+    subprocess.run([sys.executable, "-c", code], check=True)
