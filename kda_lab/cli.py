@@ -84,6 +84,16 @@ def _parser() -> argparse.ArgumentParser:
     claims.add_argument("numbers", nargs="*", type=int, help="numbers of claims; default: all, in about a minute")
     claims.add_argument("--json", action="store_true", help="verdicts, numbers and machine as JSON")
 
+    grade = command("grade", _grade, "check the exercises of submitted notebooks and print their scores")
+    grade.add_argument("path", type=Path, metavar="NOTEBOOK_OR_DIR", help="a notebook, or a folder of submissions")
+    form = grade.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="every exercise of every submission as JSON")
+    form.add_argument("--csv", action="store_true", help="the same as CSV")
+    grade.add_argument(
+        "--seconds", type=_positive, default=120, help="that a submission may take; default: %(default)s"
+    )
+    grade.add_argument("--megabytes", type=_positive, default=2048, help="that it may allocate; default: %(default)s")
+
     doctor = command("doctor", _doctor, "say what works on this machine, and how to mend what does not")
     doctor.add_argument("--json", action="store_true", help="the facts as JSON")
 
@@ -176,6 +186,18 @@ def _claims(args: argparse.Namespace) -> int:
 
     findings = claims.ledger(args.numbers or None, progress)
     print(json.dumps(claims.export(findings), indent=2) if args.json else claims.format_table(findings))
+    return 0
+
+
+def _grade(args: argparse.Namespace) -> int:
+    from kda_lab import grade
+
+    def progress(text: str) -> None:
+        print(f"  {text} …", file=sys.stderr, flush=True)
+
+    submissions = grade.grade(args.path, seconds=args.seconds, megabytes=args.megabytes, progress=progress)
+    form = grade.as_json if args.json else grade.as_csv if args.csv else grade.format_table
+    print(form(submissions).rstrip())
     return 0
 
 

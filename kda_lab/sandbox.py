@@ -91,4 +91,6 @@ def limit(seconds: float, megabytes: int) -> None:
     except OSError:  # no /proc, as on macOS
         return
     most = pages * resource.getpagesize() + megabytes * 2**20
+    inherited = resource.getrlimit(resource.RLIMIT_AS)[1]  # a limit may be lowered only
+    most = most if inherited == resource.RLIM_INFINITY else min(most, inherited)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

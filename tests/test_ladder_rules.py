@@ -115,7 +115,7 @@ LAYERS = (
     ("show",),
     ("controls", "quiz", "profiling.figures", "profiling.sass_view"),
     ("widgets", "magics", "exercises", "profiling.explorer", "profiling.views"),
-    ("tour",),
+    ("grade", "tour"),
     ("cli",),
 )
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
