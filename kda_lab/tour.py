@@ -156,6 +156,11 @@ def write_pages(lessons: Sequence[Lesson], table: str, output: Path) -> Path:
         failed = f'<pre class="failure">{html.escape(lesson.failure)}</pre>' if lesson.failure else ""
         page = f"{nav}{failed}<main>{_body(lesson.notebook)}</main>{nav}"
         (output / f"{lesson.name}.html").write_text(_page(lesson.title, page), encoding="utf-8")
+    for path in sorted((notebooks_dir().parent / "docs").glob("*.md")):
+        body = (
+            f'<nav><a href="index.html">All lessons</a></nav><main>{_markdown(path.read_text(encoding="utf-8"))}</main>'
+        )
+        (output / f"{path.stem}.html").write_text(_page(path.stem, body), encoding="utf-8")
     index = output / "index.html"
     index.write_text(_page("kda_lab", _index(lessons, table)), encoding="utf-8")
     return index
@@ -228,10 +233,10 @@ def _markdown(source: str) -> str:
     from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
     class Renderer(IPythonRenderer):
-        """Formulas as MathML, which browsers draw themselves, and links to the other lessons' pages."""
+        """Formulas as MathML, which browsers draw themselves, and links to other lessons and docs as pages."""
 
         def link(self, text: str, url: str, title: str | None = None) -> str:
-            return super().link(text, re.sub(r"^(\d\d_\w+)\.ipynb", r"\1.html", url), title)
+            return super().link(text, re.sub(r"^(?:\d\d_\w+\.ipynb|\.\./docs/\w+\.md)", _page_of, url), title)
 
         def block_math(self, body: str) -> str:
             return _mathml(body, "block")
@@ -243,6 +248,10 @@ def _markdown(source: str) -> str:
             return _mathml(rf"\begin{{{name}}}{body}\end{{{name}}}", "block")
 
     return MarkdownWithMath(renderer=Renderer(escape=False, anchor_link_text="#")).render(source)
+
+
+def _page_of(link: re.Match[str]) -> str:
+    return Path(link[0]).with_suffix(".html").name
 
 
 def _mathml(latex: str, display: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 from kda_lab import bench, tour
 
 GOOD = [
-    "# 0 · A `title`\n\nYou will see $e^x$.\n\nSee [the next](01_bad.ipynb#part) and\n\n"
+    "# 0 · A `title`\n\nYou will see $e^x$.\n\nSee [the next](01_bad.ipynb#part), a [word](../docs/words.md#it) and\n\n"
     "$$\n\\begin{aligned}\na &= \\texttt{lower\\_bound} && b \\\\\nc &\\leftarrow d\n\\end{aligned}\n$$",
     "print('said')",
     "from IPython.display import HTML\nHTML('<table><tr><td>    indented</td></tr></table>')",
@@ -28,8 +28,11 @@ def write(folder, name: str, sources: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def toured(tmp_path_factory):
-    """(status, stdout, stderr, output folder) of a tour of one good and one bad lesson."""
-    folder = tmp_path_factory.mktemp("é notebooks")
+    """One good and one bad lesson as they ran, and the index of their pages."""
+    folder = tmp_path_factory.mktemp("é lessons") / "notebooks"
+    folder.mkdir()
+    (folder.parent / "docs").mkdir()
+    (folder.parent / "docs" / "words.md").write_text("# Words\n\nIt: $x$.")
     write(folder, "00_good", GOOD)
     write(folder, "01_bad", BAD)
     before = {path: path.read_bytes() for path in folder.iterdir()}
@@ -37,9 +40,8 @@ def toured(tmp_path_factory):
         patch.setattr(tour, "notebooks_dir", lambda: folder)
         patch.setattr(bench, "ladder", lambda: [])
         lessons = [tour.execute(path) for path in tour.find_lessons()]
+        index = tour.write_pages(lessons, "the table", tmp_path_factory.mktemp("é out") / "tour")
     assert {path: path.read_bytes() for path in folder.iterdir()} == before, "running a lesson changed its file"
-    output = tmp_path_factory.mktemp("é out") / "tour"
-    index = tour.write_pages(lessons, "the table", output)
     return lessons, index
 
 
@@ -70,6 +72,8 @@ def test_formulas_are_mathml_with_nothing_left_over(toured):
 
 def test_links_between_lessons_lead_to_pages(toured):
     assert 'href="01_bad.html#part"' in page(toured, "00_good")
+    assert 'href="words.html#it"' in page(toured, "00_good")
+    assert "<math" in page(toured, "words")
 
 
 def test_pages_need_no_network_and_no_script(toured):
