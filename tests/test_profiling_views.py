@@ -178,3 +178,10 @@ def test_no_two_steps_look_alike_on_the_roofline():
     points = [roofline.Point(f"step {i}", 1e-3, 1e9, 1e11, 1e9) for i in range(7)]
     looks = [(line.get_color(), line.get_marker()) for line in figures.roofline_figure(points, CEILINGS).axes[0].lines]
     assert len({look for look in looks if look[1] != "None"}) == len(points)
+
+
+def test_a_timeline_counts_only_what_lies_in_the_interval():
+    long, short = Span("long", "kernel", "GPU", 0.0, 90.0), Span("short", "kernel", "GPU", 90.0, 130.0)
+    text = figures.describe_timeline(timeline.build("nsys", None, [long, short]), 80.0, 120.0)
+    assert "short takes most, 30 µs in 1 launches" in text
+    assert "take 100% of it" in text

@@ -71,10 +71,10 @@ def describe_timeline(timeline: Timeline, start_us: float, end_us: float) -> str
             "nothing ran." if longest is None else f"{longest.name} is the longest range, {longest.duration_us:.4g} µs."
         )
         return head + "no kernel on the GPU; " + ending
-    busy = sum(min(span.end_us, end_us) - max(span.start_us, start_us) for span in kernels)
     totals = {name: 0.0 for name in dict.fromkeys(span.name for span in kernels)}
     for span in kernels:
-        totals[span.name] += span.duration_us
+        totals[span.name] += min(span.end_us, end_us) - max(span.start_us, start_us)
+    busy = sum(totals.values())
     most = max(totals, key=totals.__getitem__)
     return (
         f"{head}{len(kernels)} kernels take {busy / (end_us - start_us):.0%} of it; {most} takes most, "
