@@ -44,7 +44,7 @@ def test_file_is_normalised_and_carries_no_results(lesson, notebook):
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
     assert notebook.metadata.kernelspec.name == "python3"
     for cell in notebook.cells:
-        assert not cell.metadata, cell.id
+        assert set(cell.metadata) <= {"nbgrader"}, cell.id
         assert not cell.get("outputs"), cell.id
         assert cell.get("execution_count") is None, cell.id
     ids = [cell.id for cell in notebook.cells]
@@ -56,7 +56,10 @@ def test_code_cells_are_short_and_define_nothing(notebook):
     lines = [len(source.splitlines()) for source in cells(notebook, "code")]
     assert statistics.median(lines) <= 5
     assert max(lines) <= 30
+    exercises = [cell.source for cell in notebook.cells if "nbgrader" in cell.metadata]  # where the reader defines
     for source in cells(notebook, "code"):
+        if source in exercises:
+            continue
         for node in ast.walk(ast.parse(TransformerManager().transform_cell(source))):  # magics are calls
             assert not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)), source
         assert not re.search(r"__global__|#include|#pragma", source), "kernel text belongs in csrc"

@@ -10,7 +10,7 @@ CONFIRMED, REFUTED, NOT_MEASURED = VERDICTS = ("confirmed", "refuted", "not meas
 
 
 def judge_speedup(ratio, noise):
-    """The verdict on "at least 15 % faster" for a measured ratio of times, None if there is none.
+    """The verdict on "a gain of at least 15 %" for a measured ratio of times, None if there is none.
 
     noise: how far the same program differs from itself, as a share. Where it decides, nothing was measured.
     """
@@ -77,7 +77,7 @@ EXERCISES = (
         "8.1",
         "Noise has a verdict",
         READ,
-        "A claim says “at least 15 % faster”. You have a ratio of times and know your noise. When may you say yes, "
+        "A claim says that the gain is at least 15 %. You have a ratio of times and know your noise. When may you say yes, "
         "when no, and when neither?",
         judge_speedup,
         _judge_speedup,
