@@ -60,6 +60,7 @@ def test_readme_shows_the_ladder_as_it_is():
     rows = [line.strip("|").split("|")[:4] for line in table.splitlines() if re.match(r"\| \d", line)]
     assert [[cell.strip() for cell in row] for row in rows] == module.names()
     assert re.search(r"Measured on .+, \d{4}-\d\d-\d\d, commit \w+", table)
+    assert table.strip().endswith("\n".join(module.recorded_tables()))
 
 
 def test_readme_links_lead_somewhere():

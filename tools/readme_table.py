@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kda_lab import registry
+from kda_lab.profiling import recorded
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN, END = "<!-- ladder: written by tools/readme_table.py -->", "<!-- end of ladder -->"
@@ -57,7 +58,39 @@ def render(record: dict[str, Any]) -> str:
         "the output against the definition in float64, nearly all of it the rounding of the output to bf16. "
         "`kda-lab ladder` measures yours."
     )
-    return "\n".join([*lines, "", textwrap.fill(label, 120)])
+    return "\n".join([*lines, "", textwrap.fill(label, 120), "", *recorded_tables()])
+
+
+def recorded_tables() -> list[str]:
+    """Lines of a table for each recorded GPU: every step and peer, on the case that times all of them."""
+    return [line for name in recorded.available() for line in _recorded_table(recorded.load(name))]
+
+
+def _recorded_table(recording: recorded.Recording) -> list[str]:
+    rows = [row for row in recording.ladder()["rows"] if row["method"] == "events"]
+    case = next(row["case"] for row in rows if row.get("step") == 0)
+    rows = [row for row in rows if row["case"] == case]
+    published = next((row["median_ms"] for row in rows if row.get("peer") == "flash_kda"), None)
+    lines = [
+        "| On a GPU | Error | Time, ms | × faster | × FlashKDA | Share of the floor |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    before = None
+    for row in rows:
+        name = f"step {row['step']}, `{row['slug']}`" if "step" in row else f"{row['peer']} {row['version']}"
+        faster = f"{before / row['median_ms']:.1f}" if before and "step" in row else ""
+        before = row["median_ms"] if "step" in row else None
+        against = f"{published / row['median_ms']:.2f}" if published else "not measured"
+        share = f"{row['floor_ms'] / row['median_ms']:.0%}"
+        lines.append(f"| {name} | {row['error_rms']:.1e} | {row['median_ms']:.2f} | {faster} | {against} | {share} |")
+    machine = recording.machine
+    label = (
+        f"{recording.label[0].upper()}{recording.label[1:]}, driver {machine['driver']}, CUDA {machine['cuda']}, "
+        f"torch {machine['torch']}, commit {machine['commit']}: {case}, K = V = 128, bf16; medians of one run, "
+        "versions in turn, clocks left alone. Floor: reading the inputs and writing the output once, at the copy bandwidth "
+        "measured in the same run."
+    )
+    return [*lines, "", textwrap.fill(label, 120)]
 
 
 def rewrite(readme: str, table: str) -> str:
