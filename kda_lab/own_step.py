@@ -35,7 +35,7 @@ NUMBER, SLUG = 7, "own_step"
 TOLERANCE = bench.BF16_TOLERANCE
 COLLINEAR_TOLERANCE = 1e-2  # equal keys add up what is rounded
 SECONDS, MEGABYTES = 60.0, 1024  # that a step may take in all, and that it may allocate
-TIMED = {"cpu": {"T": 256, "H": 4}, "cuda": {"T": 8192, "H": 32}}
+TIMED = {"cpu": {"T": 128, "H": 4}, "cuda": {"T": 8192, "H": 32}}
 
 _DEVICES = {".cpp": "cpu", ".cu": "cuda"}
 _DATA = Path(__file__).parent / "data" / "own_step"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import math
 import subprocess
 import sys
 
+import nbformat
 import numpy as np
 import pytest
 import torch
 
 from kda_lab import exercises, own_step
-from kda_lab.exercises import Wrong, lesson_00, lesson_01, lesson_03, lesson_05, lesson_06
+from kda_lab.exercises import WRITE, Wrong, lesson_00, lesson_01, lesson_03, lesson_05, lesson_06
+from kda_lab.exercises import notebook as exercise_cells
+from kda_lab.tour import find_lessons
 
 ALL = [exercise for number in exercises.LESSONS for exercise in exercises.lesson(number)]
 QUICK = [exercise for exercise in ALL if exercise.id != "9.3"]  # which builds two steps
@@ -209,7 +213,7 @@ def test_every_lesson_has_three_exercises_and_each_its_mistakes():
         ids = [exercise.id for exercise in exercises.lesson(number)]
         assert ids == [f"{number}.{i}" for i in range(1, len(ids) + 1)]
         assert len(ids) >= 3
-        assert any(exercise.kind == exercises.exercise.WRITE for exercise in exercises.lesson(number)) or number == 4
+        assert any(exercise.kind == WRITE for exercise in exercises.lesson(number)) or number == 4
     assert all(len(answers) >= 2 for answers in WRONG.values())
     assert len({exercise.name for exercise in ALL}) == len(ALL)
 
@@ -334,3 +338,42 @@ def test_own_step_that_is_faster_passes(monkeypatch):
 def test_importing_a_lesson_needs_no_compiler():
     code = "import sys; from kda_lab import exercises, native; exercises.lesson(9); assert native.loaded('cpu') is None"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+NOTEBOOKS = find_lessons()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_lessons_carry_their_exercises(path):
+    """Stubs and checks in the notebooks are those of the package: python -m kda_lab.exercises.notebook renews them."""
+    notebook = nbformat.read(path, as_version=4)
+    renewed = copy.deepcopy(notebook)
+    exercise_cells.insert(renewed, int(path.name[:2]))
+    assert notebook == renewed
+
+
+def run_exercises(path, solved: bool) -> dict[str, float]:
+    """Points of a lesson's exercises when its exercise cells are run as they are, or with the solutions in them."""
+    notebook = nbformat.read(path, as_version=4)
+    if solved:
+        exercise_cells.solve(notebook)
+    namespace = {"own_step": own_step}
+    exercises._progress.clear()
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and cell.id.startswith("exercise-") and "exercise-9-3" not in cell.id:
+            exec(cell.source, namespace)
+    return exercises.progress()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_lessons_are_red_with_stubs_and_green_with_solutions(path):
+    expected = {exercise.id: exercise.points for exercise in QUICK if exercise.lesson == int(path.name[:2])}
+    assert run_exercises(path, solved=False) == dict.fromkeys(expected, 0.0)
+    assert run_exercises(path, solved=True) == expected
+
+
+@pytest.mark.slow
+def test_the_fast_example_solves_the_last_exercise():
+    exercise = exercises.get("9.3")
+    cost = exercise.check(exercise.solution)
+    assert 0 < cost.value < cost.solution

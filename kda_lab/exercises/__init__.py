@@ -16,10 +16,23 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kda_lab.exercises.exercise import Cost, Exercise, Wrong
+from kda_lab.exercises.exercise import COUNT, MEASURE, READ, WRITE, Cost, Exercise, Wrong
 from kda_lab.show import Html
 
-__all__ = ["LESSONS", "Cost", "Exercise", "Wrong", "get", "lesson", "progress", "score"]
+__all__ = [
+    "COUNT",
+    "LESSONS",
+    "MEASURE",
+    "READ",
+    "WRITE",
+    "Cost",
+    "Exercise",
+    "Wrong",
+    "get",
+    "lesson",
+    "progress",
+    "score",
+]
 
 LESSONS = range(10)
 

@@ -77,8 +77,8 @@ EXERCISES = (
         "8.1",
         "Noise has a verdict",
         READ,
-        "A claim says that the gain is at least 15 %. You have a ratio of times and know your noise. When may you say yes, "
-        "when no, and when neither?",
+        "A claim says that the gain is at least 15 %. You have a ratio of times and know your noise. When may you say "
+        "yes, when no, and when neither?",
         judge_speedup,
         _judge_speedup,
         ("The true ratio lies within ratio ± noise.", "If 1.15 lies within it, the measurement decides nothing."),
