@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -246,11 +247,40 @@ def range_figure(report: RangeReport) -> AltFigure:
     return picture.figure
 
 
-class RangePicture:
-    """The range figure as an object: the explorer moves a few artists and redraws only those."""
+class MovingPicture:
+    """A figure of which a few artists move, so that an explorer redraws only those; `finish` names them."""
+
+    def __init__(self, fig: AltFigure) -> None:
+        self.figure = fig
+        self._moving: list[Artist] = []
+        self._background: Any = None
+
+    def finish(self, moving: Sequence[Artist]) -> None:
+        """Animated artists are left out of the background that png() keeps; savefig() draws them like any other."""
+        self._moving = list(moving)
+        for artist in self._moving:
+            artist.set_animated(True)
+
+    def png(self) -> bytes:
+        """The picture as PNG, in a fraction of the time that savefig() takes."""
+        canvas = self.figure.canvas
+        if self._background is None:
+            canvas.draw()
+            self._background = canvas.copy_from_bbox(self.figure.bbox)
+        canvas.restore_region(self._background)
+        for artist in self._moving:
+            self.figure.draw_artist(artist)
+        buffer = io.BytesIO()
+        Image.fromarray(np.asarray(canvas.buffer_rgba())).save(buffer, "png", compress_level=1)
+        return buffer.getvalue()
+
+
+class RangePicture(MovingPicture):
+    """The range figure as an object."""
 
     def __init__(self) -> None:
-        self.figure = figure(8.8, 3.6, layout="none")  # fixed margins: a layout engine would cost more than the drawing
+        # Fixed margins: a layout engine would cost more than the drawing.
+        super().__init__(figure(8.8, 3.6, layout="none"))
         self.figure.subplots_adjust(left=0.085, right=0.98, bottom=0.16, top=0.76, wspace=0.34)
         self._range, self._error = self.figure.subplots(1, 2, width_ratios=(2.1, 1))
         self._title = self._range.text(0.02, 0.97, "", va="top", fontsize=11.5, transform=self.figure.transFigure)
@@ -266,25 +296,8 @@ class RangePicture:
         self._error.xaxis.set_minor_formatter(NullFormatter())
         for axes in (self._range, self._error):
             _tidy(axes)
-        # Animated artists are left out of the background that png() keeps; savefig() draws them like any other.
-        self._moving = [self._title, *(a for part in (*self._spans, *self._errors) for a in part.artists)]
-        for artist in self._moving:
-            artist.set_animated(True)
+        self.finish([self._title, *(a for part in (*self._spans, *self._errors) for a in part.artists)])
         self._dtype: str | None = None
-        self._background: Any = None
-
-    def png(self) -> bytes:
-        """The picture as PNG, in a fraction of the time that savefig() takes."""
-        canvas = self.figure.canvas
-        if self._background is None:
-            canvas.draw()
-            self._background = canvas.copy_from_bbox(self.figure.bbox)
-        canvas.restore_region(self._background)
-        for artist in self._moving:
-            self.figure.draw_artist(artist)
-        buffer = io.BytesIO()
-        Image.fromarray(np.asarray(canvas.buffer_rgba())).save(buffer, "png", compress_level=1)
-        return buffer.getvalue()
 
     def update(self, report: RangeReport) -> None:
         """Move everything to another report."""

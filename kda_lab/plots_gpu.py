@@ -13,7 +13,7 @@ from matplotlib.ticker import NullFormatter
 
 from kda_lab.dataflow import PLACES, REGISTER_BYTES, SHARED_BYTES_PER_CTA, Move, Piece, Residency
 from kda_lab.expforms import Form
-from kda_lab.plots import BLUE, GREY, INK, MARKERS, ORANGE, PALETTE, PAPER, VERMILLION, AltFigure, figure
+from kda_lab.plots import BLUE, GREY, INK, MARKERS, ORANGE, PALETTE, PAPER, VERMILLION, AltFigure, MovingPicture, figure
 
 _AROUND = 4  # measured points on either side whose largest error is drawn
 _HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
@@ -124,30 +124,47 @@ def describe_residency(fits: Residency) -> str:
 
 def rounding_figure(errors: Mapping[str, tuple[float, float]], title: str = "") -> AltFigure:
     """Errors of (output, state) for named choices of roundings, on a log axis; NaN at its right end."""
-    left = 0.04 + 0.011 * max(map(len, errors))  # fixed margins: a layout engine would cost more than the drawing
-    height = 1.3 + 0.42 * len(errors)
-    fig = figure(8.6, height, layout="none")
-    fig.subplots_adjust(left=left, right=0.97, bottom=0.55 / height, top=1 - 0.55 / height)
-    axes = fig.subplots()
-    axes.set_xscale("log")
-    low, high = 1e-8, 100.0
-    for i, (name, colour, marker) in enumerate((("output", BLUE, "o"), ("final state", VERMILLION, "s"))):
-        at = [y + 0.16 * (2 * i - 1) for y in range(len(errors))]
-        shown = [high if math.isnan(pair[i]) else min(max(pair[i], low), high) for pair in errors.values()]
-        axes.plot(shown, at, marker, color=colour, markersize=8, label=name, linestyle="none")
-        for x, y, pair in zip(shown, at, errors.values(), strict=True):
-            text = "NaN" if math.isnan(pair[i]) else f"{pair[i]:.2g}"
-            axes.annotate(text, (x, y), (8, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set(yticks=range(len(errors)), yticklabels=list(errors), xlim=(low / 2, 30 * high))
-    axes.set(xlabel="relative RMS error against float64 (log scale)")
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.set_ylim(len(errors) - 0.5, -0.5)
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    fig.legend(frameon=False, fontsize=9, ncols=2, loc="upper right")
-    _clean(axes)
-    words = [f"{name}: output {pair[0]:.2g}, state {pair[1]:.2g}" for name, pair in errors.items()]
-    fig.alt = f"{title + '. ' if title else ''}Errors against float64. {'; '.join(words)}."
-    return fig
+    picture = RoundingPicture(tuple(errors))
+    picture.update(errors, title)
+    return picture.figure
+
+
+class RoundingPicture(MovingPicture):
+    """The rounding figure as an object, for fixed names of the choices."""
+
+    _LOW, _HIGH = 1e-8, 100.0
+
+    def __init__(self, names: Sequence[str]) -> None:
+        height, left = 1.3 + 0.42 * len(names), 0.04 + 0.011 * max(map(len, names))
+        super().__init__(figure(8.6, height, layout="none"))
+        self.figure.subplots_adjust(left=left, right=0.97, bottom=0.55 / height, top=1 - 0.55 / height)
+        axes = self.figure.subplots()
+        axes.set_xscale("log")
+        axes.set(yticks=range(len(names)), yticklabels=names, xlim=(self._LOW / 2, 30 * self._HIGH))
+        axes.set(xlabel="relative RMS error against float64 (log scale)")
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        self._title = axes.set_title("", loc="left", fontsize=11)
+        self._dots, self._values = [], []
+        for i, (name, colour, marker) in enumerate((("output", BLUE, "o"), ("final state", VERMILLION, "s"))):
+            at = [y + 0.16 * (2 * i - 1) for y in range(len(names))]
+            self._dots += axes.plot([1.0] * len(at), at, marker, color=colour, markersize=8, label=name)
+            self._values.append([axes.text(1.0, y, "", va="center", fontsize=9) for y in at])
+        self.figure.legend(frameon=False, fontsize=9, ncols=2, loc="upper right")
+        _clean(axes)
+        self.finish([self._title, *self._dots, *(text for texts in self._values for text in texts)])
+
+    def update(self, errors: Mapping[str, tuple[float, float]], title: str) -> None:
+        """Move everything to other errors of the same choices."""
+        for i, (dots, texts) in enumerate(zip(self._dots, self._values, strict=True)):
+            found = [pair[i] for pair in errors.values()]
+            shown = [self._HIGH if math.isnan(x) else min(max(x, self._LOW), self._HIGH) for x in found]
+            dots.set_xdata(shown)
+            for text, x, error in zip(texts, shown, found, strict=True):
+                text.set(x=1.5 * x, text="NaN" if math.isnan(error) else f"{error:.2g}")
+        self._title.set_text(title)
+        words = [f"{name}: output {pair[0]:.2g}, state {pair[1]:.2g}" for name, pair in errors.items()]
+        self.figure.alt = f"{title + '. ' if title else ''}Errors against float64. {'; '.join(words)}."
 
 
 def exponent_figure(forms: Sequence[Form], x: float, title: str = "") -> AltFigure:

@@ -12,7 +12,6 @@ from kda_lab.compare import relative_rms
 from kda_lab.controls import Drawn, Explorer, button, choice, wrapped
 from kda_lab.inputs import Inputs, make_inputs
 from kda_lab.rounding import Rounding
-from kda_lab.show import png
 
 T, H = 64, 2  # small enough to answer while a finger is on the key
 
@@ -61,6 +60,7 @@ class RoundingMicroscope(Explorer):
             button("identical keys", "every rounding on, all keys of a head equal", self._fail),
             button("the same, exact inverse", "the same without the series in fp16", self._mend),
         ]
+        self._figure = plots_gpu.RoundingPicture(("as switched", "all on", "all off"))
         boxes = [*self.switches.values(), self.inverse]
         super().__init__((self.case, *boxes), (wrapped(self.presets), self.case, wrapped(boxes)), height="270px")
 
@@ -72,11 +72,11 @@ class RoundingMicroscope(Explorer):
             "all on": measure(case, Rounding.published()),
             "all off": measure(case, chosen_rounding(set(), False)),
         }
-        fig = plots_gpu.rounding_figure(errors, f"{case}, {T} tokens, {H} heads")
+        self._figure.update(errors, f"{case}, {T} tokens, {H} heads")
         on = [name for name, box in self.switches.items() if box.value] + [INVERSE] * self.inverse.value
         output, state = errors["as switched"]
         text = f"{case}: error of the output {output:.2g}, of the final state {state:.2g}."
-        return Drawn(png(fig), fig.alt, f"{text}\nOn: {', '.join(on) or 'nothing'}.")
+        return Drawn(self._figure.png(), self._figure.figure.alt, f"{text}\nOn: {', '.join(on) or 'nothing'}.")
 
     def _set_all(self, on: bool) -> Callable[[], None]:
         def apply() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
+import torch
 
 from kda_lab import dataflow, expforms, plots_gpu, rounding
 from kda_lab.native import CompilerNotFound
@@ -179,6 +181,38 @@ def test_all_off_leaves_only_the_arithmetic():
     explorer.presets[1].click()
     assert "On: nothing." in explorer.status.value
     assert all(max(measure(case, chosen_rounding(set(), neumann=False))) < 1e-4 for case in CASES)
+
+
+def test_moving_the_picture_equals_drawing_it_anew():
+    names = ("as switched", "all on", "all off")
+    errors = dict(zip(names, [(1e-3, 2e-3), (float("nan"), 3.0), (1e-6, 1e-7)]))
+    moved, fresh = plots_gpu.RoundingPicture(names), plots_gpu.RoundingPicture(names)
+    moved.update(dict.fromkeys(names, (1e-2, 0.5)), "identical keys")
+    moved.png()
+    moved.update(errors, "ordinary gates")
+    fresh.update(errors, "ordinary gates")
+    assert moved.png() == fresh.png()
+
+
+def test_a_switch_is_answered_within_a_tenth_of_a_second():
+    explorer, samples = RoundingMicroscope(), []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so that processor time is time on the clock of an idle machine
+    try:
+        for box in list(explorer.switches.values())[:5]:
+            start = time.process_time()
+            box.value = not box.value
+            samples.append(time.process_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    assert min(samples) < 0.1
+
+
+@pytest.mark.gpu
+def test_every_form_is_near_the_exact_value_on_this_gpu():
+    values = expforms.gpu_values()
+    for name in expforms.GPU_FORMS:
+        assert max(expforms._errors(name, values[name])) < (100 if name in ("__expf", expforms.GPU_FORMS[-1]) else 3)
 
 
 def test_a_nan_is_drawn_as_one():
