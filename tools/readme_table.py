@@ -87,8 +87,8 @@ def _recorded_table(recording: recorded.Recording) -> list[str]:
     label = (
         f"{recording.label[0].upper()}{recording.label[1:]}, driver {machine['driver']}, CUDA {machine['cuda']}, "
         f"torch {machine['torch']}, commit {machine['commit']}: {case}, K = V = 128, bf16; medians of one run, "
-        "versions in turn, clocks left alone. Floor: reading the inputs and writing the output once, at the copy bandwidth "
-        "measured in the same run."
+        "versions in turn, clocks left alone. Floor: reading the inputs and writing the output once, at the copy "
+        "bandwidth measured in the same run."
     )
     return [*lines, "", textwrap.fill(label, 120)]
 
