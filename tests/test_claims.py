@@ -125,9 +125,9 @@ SYNTHETIC = {
         ),
     },
     26: {
-        YES: dict(cases=3, smallest=1.2, largest=1.5),
-        NO: dict(cases=3, smallest=0.9, largest=1.1),
-        IF: dict(cases=3, smallest=0.9, largest=1.5),
+        YES: dict(cases=3, smallest=1.2, smallest_beyond_one_chunk=1.3, largest=1.5),
+        NO: dict(cases=3, smallest=0.9, smallest_beyond_one_chunk=0.9, largest=1.1),
+        IF: dict(cases=3, smallest=0.9, smallest_beyond_one_chunk=1.2, largest=1.5),
     },
     27: {
         YES: dict(
@@ -256,6 +256,18 @@ def test_the_split_is_read_from_the_recorded_ladder(recording, ms, verdict):
     assert "GPU of a test, 2026-01-02" in finding.source
 
 
+def test_savings_of_kernels_are_read_from_the_recording(recording, tmp_path):
+    (tmp_path / "events").mkdir()
+    for step, gate in (("1_naive_exp", 900.0), ("2_rebased_ex2", 200.0)):
+        content = {"gate": gate, "intra_chunk": gate / 2, "recurrence": 10.0}
+        (tmp_path / "events" / f"{step}.json").write_text(json.dumps(content))
+    recording()
+    finding = claims.evaluate(8)
+    assert finding.verdict == CONFIRMED
+    assert finding.numbers["gate_saved_ms"] == pytest.approx(0.7)
+    assert finding.source == "recorded on GPU of a test, 2026-01-02"
+
+
 def test_end_to_end_is_read_from_the_recorded_ladder(recording):
     forms = [
         {"form": "expf: 1 / (1 + expf(-x))", "median_ms": 0.2},
@@ -272,7 +284,7 @@ def test_end_to_end_is_read_from_the_recorded_ladder(recording):
 def test_a_recorded_ledger_stands_in_for_what_needs_a_gpu(recording):
     recording()
     assert claims.evaluate(26).verdict == NOT_MEASURED
-    numbers = {"cases": 2, "smallest": 1.3, "largest": 1.6}
+    numbers = {"cases": 2, "smallest": 1.3, "smallest_beyond_one_chunk": 1.3, "largest": 1.6}
     recording(claims={"machine": {}, "claims": [{"number": 26, "numbers": numbers, "sources": ["measured there"]}]})
     finding = claims.evaluate(26)
     assert finding.verdict == CONFIRMED

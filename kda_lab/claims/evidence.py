@@ -121,6 +121,12 @@ def recorded_ms(step: int) -> dict[str, float]:
     }
 
 
+def recorded_kernel_ms(step: int) -> dict[str, float]:
+    """Recorded milliseconds of each kernel of a step by CUDA events; empty where they were not recorded."""
+    recording = recorded.load()
+    return {kernel: us / 1e3 for kernel, us in ((recording and recording.events(step)) or {}).items()}
+
+
 def recorded_exponential(part: str, column: str) -> dict[str, float]:
     """Recorded column of the forms of the exponential, by form; `part` is "throughput" or "gate"."""
     recording = recorded.load()
