@@ -1,10 +1,11 @@
-"""Lesson 3 in JupyterLab, driven by a real browser with the keyboard."""
+"""The lessons' interactive figures in JupyterLab, driven by a real browser with the keyboard."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -99,14 +100,13 @@ def wait_for(address: str, server: subprocess.Popen, log: Path) -> None:
     raise TimeoutError(log.read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def lesson(browser, lab):
-    """Lesson 3 with all cells run, and the errors that the page has reported."""
+def run_all(browser, lab, name):
+    """A lesson with all cells run, and the errors that the page has reported."""
     page = browser.new_page(viewport={"width": 1300, "height": 1000})
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.goto(f"{lab}/lab/tree/03_factored.ipynb?token={TOKEN}")
+    page.goto(f"{lab}/lab/workspaces/{name}/tree/{name}.ipynb?token={TOKEN}")
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=60_000)
     page.get_by_text("| Idle").wait_for(timeout=60_000)
     page.get_by_role("menuitem", name="Run", exact=True).click()
@@ -116,6 +116,12 @@ def lesson(browser, lab):
         "prompt => /\\[\\d+\\]/.test(prompt.textContent)", arg=last.element_handle(), timeout=240_000
     )
     return page, errors
+
+
+@pytest.fixture(scope="module")
+def lesson(browser, lab):
+    """Lesson 3, where the range explorer is."""
+    return run_all(browser, lab, "03_factored")
 
 
 def state(page) -> tuple[str, str, str]:
@@ -185,3 +191,34 @@ def test_a_typed_number_moves_the_picture(lesson):
     box.press("Enter")
     page.get_by_role("status").last.get_by_text("lower_bound -2.5,").wait_for(timeout=20_000)
     assert errors == []
+
+
+# lesson: (what has the focus, its name, the key that is pressed, what the explorer then says)
+BY_KEYBOARD = {
+    "02_rebased_ex2": ("button", "x = −79.5", "Enter", "x = -79.5"),
+    "04_fused_one_kernel": ("button", "6 recurrence", "Enter", "6 recurrence, chunk 16, head size 128"),
+    "05_fused_two_kernel": ("checkbox", "state in bf16", "Space", "On: .*output in bf16, inverse"),
+    "07_reading_nsight": ("button", "recurrence", "Enter", "recurrence takes most"),
+}
+
+
+@pytest.mark.parametrize("name", BY_KEYBOARD)
+def test_explorers_of_other_lessons_answer_to_the_keyboard(browser, lab, name):
+    role, called, key, says = BY_KEYBOARD[name]
+    page, errors = run_all(browser, lab, name)
+    try:
+        assert page.locator('[data-mime-type="application/vnd.jupyter.error"]').count() == 0
+        for picture in page.locator(".jp-OutputArea img").all():
+            assert len(picture.get_attribute("alt")) > 40
+        control = page.get_by_role(role, name=called, exact=role == "button").first
+        control.scroll_into_view_if_needed()
+        control.focus()
+        page.keyboard.press(key)
+        page.get_by_role("status").get_by_text(re.compile(says)).first.wait_for(timeout=20_000)
+        answer = page.locator("details").first
+        answer.locator("summary").focus()
+        page.keyboard.press("Enter")
+        assert answer.get_attribute("open") is not None
+        assert errors == []
+    finally:
+        page.close()
