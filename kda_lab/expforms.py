@@ -42,6 +42,7 @@ class Form:
     x: tuple[float, ...]
     ulp: tuple[float, ...]  # distance from the exact value in units in the last place of fp32
     instructions: int | None = None  # between its argument in a register and its result in one
+    arch: str = ""  # that they were compiled for
 
     @property
     def measured(self) -> bool:
@@ -54,16 +55,16 @@ class Form:
     def describe(self, x: float) -> str:
         """Errors and instructions in a line."""
         found = f"error {self.ulp_at(x):.2g} ulp here, {max(self.ulp):.2g} at most" if self.measured else None
-        count = None if self.instructions is None else f"{self.instructions} instructions"
+        count = None if self.instructions is None else f"instructions for {self.arch}: {self.instructions}"
         return f"{self.name} on the {self.device}: {found or 'error not measured'}, {count or 'cost not measured'}"
 
 
 def forms(recording: Recording | None) -> tuple[Form, ...]:
     """The forms of this CPU, measured now, and those of the recording's GPU."""
     content = (recording.exp_forms() if recording else None) or {}
-    values, counts = content.get("values", {}), content.get("instructions", {})
+    values, counts, arch = content.get("values", {}), content.get("instructions", {}), content.get("arch", "")
     on_gpu = [
-        Form(name, "GPU", X if name in values else (), _errors(name, values.get(name, ())), counts.get(name))
+        Form(name, "GPU", X if name in values else (), _errors(name, values.get(name, ())), counts.get(name), arch)
         for name in GPU_FORMS
     ]
     return (*on_cpu(), *on_gpu)

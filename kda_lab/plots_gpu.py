@@ -170,22 +170,25 @@ class RoundingPicture(MovingPicture):
 def exponent_figure(forms: Sequence[Form], x: float, title: str = "") -> AltFigure:
     """Error in ulp of every form that was measured, the largest around each x; what was not measured is named."""
     fig = figure(9.0, 3.8, layout="none")
-    fig.subplots_adjust(left=0.08, right=0.68, bottom=0.15, top=0.88)
+    fig.subplots_adjust(left=0.08, right=0.64, bottom=0.15, top=0.88)
     axes = fig.subplots()
     words = []
     for form, colour, marker in zip(forms, PALETTE, MARKERS, strict=False):
+        label = f" {form.name}"  # a label that begins with _, as __expf does, would not be in the legend
         if not form.measured:
-            axes.plot([], [], marker, color=colour, label=f"{form.name}: not measured", linestyle="none")
+            axes.plot([], [], marker, color=colour, label=f"{label}: not measured", linestyle="none")
             words.append(f"{form.name}: not measured")
             continue
         nearby = [max(form.ulp[max(0, i - _AROUND) : i + _AROUND + 1]) for i in range(len(form.ulp))]
-        axes.plot(form.x, nearby, color=colour, marker=marker, markevery=24, linewidth=1.5, label=form.name)
+        axes.plot(form.x, nearby, color=colour, marker=marker, markevery=24, linewidth=1.5, label=label)
         words.append(f"{form.name} is off by {form.ulp_at(x):.2g} ulp there and by {max(form.ulp):.2g} at most")
     axes.axvline(x, color=GREY, linestyle=":", linewidth=1.5)
     axes.set(xlabel="x", ylabel="largest error nearby, ulp of fp32", title=title)
     axes.set_yscale("log")
-    axes.set_ylim(0.05, 300.0)
-    fig.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(0.69, 0.5))
+    axes.set(xlim=(-82.0, 82.0), ylim=(0.05, 300.0))
+    if not any(form.measured for form in forms):
+        axes.text(0.0, 4.0, "errors not measured", ha="center", color=GREY, fontsize=12, backgroundcolor=PAPER)
+    fig.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(0.645, 0.5))
     _clean(axes)
     fig.alt = f"{title + '. ' if title else ''}Error at x = {x:g}: {'; '.join(words)}."
     return fig

@@ -70,7 +70,7 @@ def test_the_explorer_shows_the_device_that_was_chosen(recording):
     assert "expf on the CPU: error" in explorer.status.value
     explorer.device.value = "GPU"
     assert "__expf on the GPU: error" in explorer.status.value
-    assert "5 instructions" in explorer.status.value
+    assert "instructions for sm_90a: 5" in explorer.status.value
     assert "exp2f on the GPU: error not measured" in explorer.status.value
     assert "NVIDIA H200" in explorer.status.value
     assert "expf: not measured" in alt(explorer)
@@ -90,6 +90,12 @@ def test_without_a_recording_the_gpu_is_not_measured(monkeypatch, tmp_path):
     explorer = ExponentExplorer()
     explorer.device.value = "GPU"
     assert explorer.status.value.count("error not measured") == len(expforms.GPU_FORMS)
+
+
+def test_every_form_is_in_the_legend(recording):
+    on_gpu = [form for form in expforms.forms(recording) if form.device == "GPU"]
+    texts = [text.get_text().split(":")[0].strip() for text in plots_gpu.exponent_figure(on_gpu, 0.0).legends[0].texts]
+    assert texts == list(expforms.GPU_FORMS)
 
 
 @pytest.mark.slow
