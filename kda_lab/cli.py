@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _user_errors() -> tuple[type[Exception], ...]:
     from kda_lab import native
+    from kda_lab.profiling.tools import ProfilingError
 
-    return (ValueError, NotImplementedError, OSError, native.BuildError, native.LibraryError)
+    return (ValueError, NotImplementedError, OSError, native.BuildError, native.LibraryError, ProfilingError)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,6 +94,18 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=_positive, default=120, help="that a submission may take; default: %(default)s"
     )
     grade.add_argument("--megabytes", type=_positive, default=2048, help="that it may allocate; default: %(default)s")
+
+    profile = command("profile", _profile, "run a step under a profiler and print what it found")
+    profile.add_argument("--step", required=True, help="number or name of a step")
+    profile.add_argument("--tool", choices=("ncu", "nsys", "torch"), default="torch", help="default: %(default)s")
+    profile.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu")
+    for name, default in (("B", 1), ("T", 8192), ("H", 96)):
+        profile.add_argument(f"-{name}", type=_positive, default=default, help="default: %(default)s")
+    profile.add_argument("--out", type=Path, default=Path("build/profile"), metavar="DIR", help="default: %(default)s")
+
+    sass = command("sass", _sass, "compile a step and print its machine code")
+    sass.add_argument("step", help="number or name of a step, or exp_throughput")
+    sass.add_argument("--arch", default="sm_90a", help="default: %(default)s")
 
     doctor = command("doctor", _doctor, "say what works on this machine, and how to mend what does not")
     doctor.add_argument("--json", action="store_true", help="the facts as JSON")
@@ -198,6 +211,22 @@ def _grade(args: argparse.Namespace) -> int:
     submissions = grade.grade(args.path, seconds=args.seconds, megabytes=args.megabytes, progress=progress)
     form = grade.as_json if args.json else grade.as_csv if args.csv else grade.format_table
     print(form(submissions).rstrip())
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from kda_lab import bench
+    from kda_lab.profiling import command
+
+    device = args.device or bench.default_device()
+    print(command.run(args.step, args.tool, args.out, device=device, B=args.B, T=args.T, H=args.H))
+    return 0
+
+
+def _sass(args: argparse.Namespace) -> int:
+    from kda_lab import sass
+
+    print(sass.listing(sass.compile_step(args.step, args.arch)))
     return 0
 
 

@@ -24,7 +24,21 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 def test_module_runs_as_a_program_and_help_names_every_command():
     done = subprocess.run([sys.executable, "-m", "kda_lab.cli", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
-    for name in ("tour", "lab", "build", "steps", "ladder", "explore", "doctor", "diff"):
+    names = [
+        "tour",
+        "lab",
+        "build",
+        "steps",
+        "ladder",
+        "explore",
+        "claims",
+        "grade",
+        "profile",
+        "sass",
+        "doctor",
+        "diff",
+    ]
+    for name in names:
         assert re.search(rf"^    {name}\b", done.stdout, re.MULTILINE), name
 
 
@@ -132,3 +146,21 @@ def test_doctor_json_agrees_with_its_status(capsys):
     facts = json.loads(out)
     assert status == (1 if any(fact["ok"] is False for fact in facts) else 0)
     assert {"python", "torch", "C++ compiler", "library", "GPU", "nvcc"} <= {fact["name"] for fact in facts}
+
+
+def test_profile_prints_the_stages_of_a_step(capsys, tmp_path):
+    arguments = ("--step", "3", "--device", "cpu", "-T", "32", "-H", "1", "--out", str(tmp_path))
+    status, out, _ = run(capsys, "profile", *arguments)
+    assert status == 0
+    assert "invert_unit_lower" in out
+    status, _, err = run(capsys, "profile", *arguments, "--tool", "ncu")
+    assert status == 2
+    assert "Nsight profiles GPUs" in err
+
+
+def test_sass_prints_machine_code_or_what_is_missing(capsys):
+    status, out, err = run(capsys, "sass", "exp_throughput")
+    assert ("MUFU.EX2" in out) if status == 0 else ("Install it with" in err)
+    status, _, err = run(capsys, "sass", "5", "--arch", "gfx90a")
+    assert status == 2
+    assert "arch is 'gfx90a'" in err

@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from kda_lab import cli, exercises, grade
+from kda_lab import claims, cli, exercises, grade
 from kda_lab.exercises import notebook as cells
 
 
@@ -157,3 +161,17 @@ def test_inserting_again_changes_nothing(tmp_path):
     assert path.read_text(encoding="utf-8") == once
     assert nbformat.reads(once, 4).cells[-1].source == "## An end?"
     assert once.count("exercises.score(") == len(exercises.lesson(3))
+
+
+def test_the_lecturers_guide_names_what_there_is():
+    guide = Path(__file__).resolve().parents[1] / "docs" / "lecturers.md"
+    text = guide.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (guide.parent / target).exists(), target
+    for id in re.findall(r"exercise (\d\.\d)", text):
+        assert exercises.get(id)
+    for number in re.findall(r"claim (\d+)", text):
+        assert int(number) in claims.CLAIMS
+    helped = subprocess.run([sys.executable, "-m", "kda_lab.cli", "--help"], capture_output=True, text=True).stdout
+    for command in re.findall(r"kda-lab (\w+)", text):
+        assert re.search(rf"^    {command}\b", helped, re.MULTILINE), command
