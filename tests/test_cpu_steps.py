@@ -76,10 +76,10 @@ def test_the_number_of_threads_changes_no_bit(step: str, chunk: int, layout: dic
 
 
 def test_a_span_of_chunks_is_no_boundary() -> None:
-    """The fused step works on 64 chunks of a head at a time; what crosses that boundary must not change."""
+    """The fused step works on a span of chunks at a time; what crosses that boundary must not change."""
     whole = make_inputs(T=1100, H=1, K=16, V=8, regime="retain")
     result = assert_right(whole, "fused_two_kernel")
-    many = make_inputs(T=1100, H=40, K=16, V=8, regime="retain")  # the same work in spans of 4 chunks
+    many = make_inputs(T=1100, H=40, K=16, V=8, regime="retain")  # the same work in spans of 6 chunks
     same_head = {name: getattr(whole, name) for name in ("q", "k", "v", "g", "beta")}
     many = many.with_(**{name: torch.cat([x, getattr(many, name)[:, :, 1:]], 2) for name, x in same_head.items()})
     assert torch.equal(bits(kda_lab.forward(many).out[:, :, :1]), bits(result.out))

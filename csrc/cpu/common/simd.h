@@ -5,6 +5,7 @@
 #include <cfloat>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "bf16.h"
 
@@ -53,8 +54,13 @@ inline Vec load_first(const float* p, int64_t count) {
 }
 
 inline Vec load_first(const bf16* p, int64_t count) {
-  HalfWordVec halves = {};
-  std::memcpy(&halves, p, count >= kLanes ? sizeof(halves) : static_cast<size_t>(count > 0 ? count : 0) * sizeof(bf16));
+  if (count < kLanes) {  // apart, since a copy of variable size goes through memory and stalls the load that follows
+    bf16 lanes[kLanes] = {};
+    for (int64_t i = 0; i < count; ++i) lanes[i] = p[i];
+    return load_first(lanes, kLanes);
+  }
+  HalfWordVec halves;
+  std::memcpy(&halves, p, sizeof(halves));
   return bit_cast<Vec>(__builtin_convertvector(halves, WordVec) << 16);
 }
 
@@ -64,7 +70,28 @@ inline void store_first(bf16* p, Vec x, int64_t count) {
   const WordVec rounded = (words + 0x7fffu + ((words >> 16) & 1u)) >> 16;
   const WordVec quiet_nan = (words >> 16) | 0x40u;
   const HalfWordVec halves = __builtin_convertvector(x == x ? rounded : quiet_nan, HalfWordVec);
-  std::memcpy(p, &halves, count >= kLanes ? sizeof(halves) : static_cast<size_t>(count > 0 ? count : 0) * sizeof(bf16));
+  if (count >= kLanes) {
+    std::memcpy(p, &halves, sizeof(halves));
+  } else {
+    for (int64_t i = 0; i < count; ++i) p[i].bits = halves[i];
+  }
+}
+
+// Swaps the second of every two runs of HALF lanes of `low` with the first of the same two of `high`.
+template <int HALF, size_t... LANE>
+inline void swap_runs(Vec& low, Vec& high, std::index_sequence<LANE...>) {
+  const Vec a = low, b = high;
+  low = Vec{(LANE & HALF ? b[LANE ^ HALF] : a[LANE])...};  // a constant choice for every lane: one shuffle
+  high = Vec{(LANE & HALF ? b[LANE] : a[LANE ^ HALF])...};
+}
+
+// Transposes kLanes rows in place: the off-diagonal quarters change places, then within each quarter, and so on.
+template <int HALF = kLanes / 2>
+inline void transpose(Vec* rows /* [kLanes] */) {
+  for (int i = 0; i < kLanes; ++i) {
+    if (!(i & HALF)) swap_runs<HALF>(rows[i], rows[i + HALF], std::make_index_sequence<kLanes>());
+  }
+  if constexpr (HALF > 1) transpose<HALF / 2>(rows);
 }
 
 inline float sum_of_lanes(Vec x) {

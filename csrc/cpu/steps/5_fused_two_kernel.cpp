@@ -6,15 +6,13 @@
 // Changed    From step 3 (`kda-lab diff 3 5`): passes over memory became two kernels; vectors instead of scalars; the
 //            state is kept transposed, [K, values], so that a vector holds one channel of many values and no sum runs
 //            across lanes; beta is folded into INV; k_restored is k_inv times the chunk's decay.
-// Profiler   prepare and recurrence take turns on spans of a thousand chunks, so that the workspace of a long sequence
-//            is no larger than that of a short one: add up their ranges. recurrence does 90 % of the arithmetic in two
-//            thirds of the time; its inner loop is loads and two fused multiply-adds a cycle. prepare waits for memory
-//            and exp2.
+// Profiler   prepare and recurrence take turns on spans of a few hundred chunks, so that what one writes for the other
+//            stays near the core: add up their ranges. recurrence does 90 % of the arithmetic in two thirds of the
+//            time; its inner loop is loads and two fused multiply-adds a cycle. prepare waits for memory and exp2.
 // Cost       Per token and head at K = V = 128: 117,760 FLOP (prepare 11,264, recurrence 106,496), 384 exponentials,
 //            1.3 KB of inputs and output.
 // Numerics   As step 3: fp32, |lower_bound| * 16 <= 87, an exact inverse. exp2 is a polynomial within 1.5 ulp. Sums
-// stop
-//            at the diagonal instead of adding zeros: 0 * NaN would carry a NaN to the tokens before it.
+//            stop at the diagonal instead of adding zeros: 0 * NaN would carry a NaN to the tokens before it.
 #include <math.h>
 
 #include "../common/arena.h"
@@ -28,8 +26,8 @@ namespace {
 
 constexpr int kChunk = 16;
 constexpr int kChunkVecs = kChunk / kLanes;
-constexpr int kBlock = 2 * kLanes;    // values of a register tile
-constexpr int64_t kSpanTiles = 1024;  // 27 MB at K = 128
+constexpr int kBlock = 2 * kLanes;   // values of a register tile
+constexpr int64_t kSpanTiles = 256;  // 7 MB at K = 128
 constexpr float kLog2e = 1.44269504f;
 
 int64_t padded_K(const KdaArgs& args) { return (args.K + 15) / 16 * 16; }
@@ -66,12 +64,12 @@ struct Head {
 
 // What prepare keeps for one chunk and head while it works, all in the L1 cache.
 struct Scratch {
-  float q_scale[kChunk];          // scale / |q|; 0 past the end of the sequence
-  float k_scale[kChunk];          // 1 / |k|
-  float beta[kChunk];             // sigmoid(beta)
-  Vec g_cumsum_log2[kChunk];      // [16, kLanes]  kLanes channels at a time
-  float k_inv_T[kLanes][kChunk];  // [kLanes, 16]  k / |k| * 2^-G of those channels, transposed
-  float L[kChunk * kChunk];       // [16, 16]
+  float q_scale[kChunk];      // scale / |q|; 0 past the end of the sequence
+  float k_scale[kChunk];      // 1 / |k|
+  float beta[kChunk];         // sigmoid(beta)
+  Vec g_cumsum_log2[kChunk];  // [16, kLanes]  kLanes channels at a time
+  Vec k_inv[kChunk];          // [16, kLanes]  k / |k| * 2^-G of those channels
+  float L[kChunk * kChunk];   // [16, 16]
 };
 
 // acc[r] += sum_n a[r, n] * b[n], rows of vectors; element (r, n) of a is at a[r * a_row + n * a_step].
@@ -159,32 +157,31 @@ void apply_decay(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t d, 
     const Vec k = is_token ? load_first(token(args.k, args, args.K, row, h) + d, args.K - d) : Vec{};
     const Vec decay = exp2(scratch.g_cumsum_log2[i]);
     const Vec k_hat = scratch.k_scale[i] * k;
-    const Vec k_inv = k_hat * exp2(-scratch.g_cumsum_log2[i]);
+    scratch.k_inv[i] = k_hat * exp2(-scratch.g_cumsum_log2[i]);
     store(tile.q_decayed + i * Kp + d, scratch.q_scale[i] * q * decay);
     store(tile.k_decayed + i * Kp + d, k_hat * decay);
-    store(tile.k_restored + i * Kp + d, k_inv * total_decay);
-    for (int lane = 0; lane < kLanes; ++lane) scratch.k_inv_T[lane][i] = k_inv[lane];
+    store(tile.k_restored + i * Kp + d, scratch.k_inv[i] * total_decay);
   }
 }
 
 // L += k_decayed k_inv^T and Mqk += q_decayed k_inv^T over kLanes channels from d on. All columns of a row are
 // computed; those past the diagonal are never read.
 void form_L_and_Mqk(int64_t Kp, int64_t d, const Tile& tile, Scratch& scratch) {
-  constexpr int kRows = 2 * kTileRows / kChunkVecs;  // the same number of accumulators as in recurrence
-  const auto accumulate = [&](const float* decayed, float* product) {
-    for (int i = 0; i < kChunk; i += kRows) {
-      Vec acc[kRows][kChunkVecs];
-      for (int r = 0; r < kRows; ++r) {
-        for (int c = 0; c < kChunkVecs; ++c) acc[r][c] = load(product + (i + r) * kChunk + c * kLanes);
+  constexpr int kRows = 2 * kTileRows;  // the same number of accumulators as in recurrence
+  for (int j = 0; j < kChunk; j += kLanes) {
+    transpose(scratch.k_inv + j);
+    const float* k_inv_T = reinterpret_cast<const float*>(scratch.k_inv + j);  // [kLanes, tokens from j on]
+    const auto accumulate = [&](const float* decayed, float* product) {
+      for (int i = 0; i < kChunk; i += kRows) {
+        Vec acc[kRows][1];
+        for (int r = 0; r < kRows; ++r) acc[r][0] = load(product + (i + r) * kChunk + j);
+        multiply_add(acc, decayed + i * Kp + d, Kp, 1, k_inv_T, kLanes, kLanes);
+        for (int r = 0; r < kRows; ++r) store(product + (i + r) * kChunk + j, acc[r][0]);
       }
-      multiply_add(acc, decayed + i * Kp + d, Kp, 1, scratch.k_inv_T[0], kChunk, kLanes);
-      for (int r = 0; r < kRows; ++r) {
-        for (int c = 0; c < kChunkVecs; ++c) store(product + (i + r) * kChunk + c * kLanes, acc[r][c]);
-      }
-    }
-  };
-  accumulate(tile.k_decayed, scratch.L);
-  accumulate(tile.q_decayed, tile.Mqk);
+    };
+    accumulate(tile.k_decayed, scratch.L);
+    accumulate(tile.q_decayed, tile.Mqk);
+  }
 }
 
 // INV = (I + L)^-1 by forward substitution: INV_i = I_i - sum_(j<i) beta_i L_ij INV_j, whole rows at a time; then its
@@ -294,8 +291,8 @@ void recurrence(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t v, c
   update_state(args, tile, S, U);
 }
 
-// Chunks of each sequence that prepare does before recurrence takes over. Fewer would keep their matrices in the cache,
-// but every span has two barriers, where all threads wait for one that a busy system has put to sleep.
+// Chunks of each sequence that prepare does before recurrence takes over. More would push their matrices out of the
+// cache; with fewer, threads wait more often at the two barriers of a span for one that a busy system put to sleep.
 int64_t span_chunks(const KdaArgs& args) {
   const int64_t heads = std::max<int64_t>(1, args.N * args.H);
   return std::clamp<int64_t>(kSpanTiles / heads, 4, std::max<int64_t>(4, args.T / kChunk + 1));
