@@ -137,3 +137,12 @@ def test_examples_follow_the_style_of_csrc():
 def test_the_limits_are_the_childs_alone():
     resource = pytest.importorskip("resource")
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_cuda_step_is_built_checked_and_timed(tmp_path):
+    report = own_step.run(own_step.start(tmp_path / "mine.cu"), seconds=300)
+    assert report.right, str(report)
+    assert report.device == "cuda"
+    assert report.median_ms > 0
