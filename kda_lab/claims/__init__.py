@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kda_lab import bench
-from kda_lab.claims import base2, design, lower_bound  # noqa: F401 (each enters its claims into CLAIMS)
-from kda_lab.claims.ledger import (
-    CLAIMS,
+from kda_lab.claims import base2, design, lower_bound  # noqa: F401 (each enters its claims)
+from kda_lab.claims.claim import (
     CONDITIONAL,
     CONFIRMED,
+    ENTERED,
     NOT_MEASURED,
     REFUTED,
     VERDICTS,
@@ -49,6 +49,9 @@ __all__ = [
     "ledger",
     "summary",
 ]
+
+CLAIMS = dict(sorted(ENTERED.items()))
+"""Every claim by its number, in order."""
 
 COLUMNS = {
     "number": "Claim",

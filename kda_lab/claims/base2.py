@@ -6,8 +6,8 @@ from functools import partial
 
 from kda_lab import ops, sass
 from kda_lab.claims import evidence
+from kda_lab.claims.claim import Evidence, Judgement, claim, conditional, confirmed, refuted, unsettled
 from kda_lab.claims.evidence import READ, from_code, kernel_of, opcodes, recorded_exponential, recorded_ms
-from kda_lab.claims.ledger import Evidence, Judgement, claim, conditional, confirmed, refuted, unsettled
 from kda_lab.inputs import make_inputs
 
 TOPIC = "base 2"

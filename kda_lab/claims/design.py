@@ -16,8 +16,8 @@ import torch
 
 from kda_lab import compare, native, numeric_range, ops, reference, rounding, sass
 from kda_lab.claims import evidence
+from kda_lab.claims.claim import Evidence, Judgement, Number, claim, conditional, confirmed, refuted
 from kda_lab.claims.evidence import live
-from kda_lab.claims.ledger import Evidence, Judgement, Number, claim, conditional, confirmed, refuted
 from kda_lab.inputs import make_inputs
 from kda_lab.profiling import collect
 from kda_lab.rounding import Rounding
@@ -116,7 +116,7 @@ def tanh_sigmoid(
     published_state_error: float | None = None,
     step_5_state_error: float | None = None,
 ) -> Judgement:
-    because = f"The gate is off by {gate_error_at_0:.1%} at logit 0 and by {gate_error_at_minus_8:.0%} at −8"
+    because = f"The gate is off by {gate_error_at_0:.2%} at logit 0 and by {gate_error_at_minus_8:.0%} at −8"
     if published_state_error is not None and step_5_state_error is not None:
         because += (
             f"; retaining gates on a GPU: state error {published_state_error:.1e} with it (published kernel), "

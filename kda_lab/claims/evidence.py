@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kda_lab import bench, native, ops, sass
-from kda_lab.claims.ledger import Evidence, Number
+from kda_lab.claims.claim import Evidence, Number
 from kda_lab.inputs import Inputs, make_inputs
 from kda_lab.profiling import recorded
 

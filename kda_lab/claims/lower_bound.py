@@ -9,8 +9,8 @@ import torch
 
 from kda_lab import compare, numeric_range, ops, reference, registry, rounding
 from kda_lab.claims import evidence
+from kda_lab.claims.claim import Evidence, Judgement, claim, conditional, confirmed, refuted
 from kda_lab.claims.evidence import live, observed_log_decay
-from kda_lab.claims.ledger import Evidence, Judgement, claim, conditional, confirmed, refuted
 from kda_lab.inputs import make_inputs
 
 TOPIC = "lower_bound"

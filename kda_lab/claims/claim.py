@@ -120,14 +120,14 @@ class Claim:
         )
 
 
-CLAIMS: dict[int, Claim] = {}
+ENTERED: dict[int, Claim] = {}
 
 
 def claim(number: int, topic: str, text: str, measure: Callable[[], Evidence]) -> Callable[[Any], Any]:
     """Enters the decorated judgement into the ledger under a number."""
 
     def enter(judge: Callable[..., Judgement]) -> Callable[..., Judgement]:
-        CLAIMS[number] = Claim(number, topic, text, measure, judge)
+        ENTERED[number] = Claim(number, topic, text, measure, judge)
         return judge
 
     return enter
