@@ -35,7 +35,7 @@ def constraints() -> list[Requirement]:
 
 def test_environment_yml_has_the_dependencies_of_pyproject():
     listed = re.findall(
-        r"^  - (\w[^\n]*)", (ROOT / "environment.yml").read_text(encoding="utf-8").split("dependencies:")[1], re.M
+        r"^ +- (\w[^\n:]*)$", (ROOT / "environment.yml").read_text(encoding="utf-8").split("dependencies:")[1], re.M
     )
     found = {str(Requirement(line)) for line in listed} - {"pip", "cxx-compiler"}
     expected = {f"{CONDA_NAMES.get(r.name, r.name)}{r.specifier}" for r in requirements("test")}
