@@ -153,8 +153,11 @@ def explore(
 
     Raises ValueError for a bound that is not finite, a chunk other than 8, 16, 32 or 64, or an unknown dtype or gate.
     """
-    if not math.isfinite(lower_bound):
-        raise ValueError(f"lower_bound is {lower_bound}; expected a finite number")
+    if not abs(lower_bound) <= 1000:
+        raise ValueError(f"lower_bound is {lower_bound}; expected a number between -1000 and 1000")
+    for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}; expected a finite number")
     if chunk not in (8, 16, 32, 64):
         raise ValueError(f"chunk is {chunk}; expected 8, 16, 32 or 64")
     if dtype not in DTYPES:

@@ -231,3 +231,62 @@ def test_import_loads_nothing_large():
     code = "import sys, kda_lab; print(sorted({'torch', 'numpy', 'nvtx'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_autograd_knows_what_was_written():
+    inputs = kda_lab.make_inputs(T=16, H=2, K=8, V=8, initial_state="fp32")
+    out, final = inputs.new_out(), torch.zeros_like(inputs.initial_state)
+    weight = torch.ones_like(out, dtype=torch.float32).requires_grad_()
+    product = (weight * out.float().requires_grad_(False)).sum() + (final * torch.ones(1, requires_grad=True)).sum()
+    kda_lab.fwd(
+        *(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.scale, out, inputs.A_log, inputs.dt_bias),
+        *(inputs.lower_bound, inputs.initial_state, final),
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_a_negated_view_is_read_as_what_it_is():
+    inputs = kda_lab.make_inputs(T=40, H=2)
+    expected = kda_lab.forward(inputs.with_(v=-inputs.v)).out
+    negated = inputs.with_(v=torch._neg_view(inputs.v))
+    assert torch.equal(kda_lab.forward(negated).out, expected)
+    out = inputs.new_out()
+    i = negated
+    kda_lab.fwd(i.q, i.k, i.v, i.g, i.beta, i.scale, out, i.A_log, i.dt_bias, i.lower_bound)
+    assert torch.equal(out, expected)
+
+
+def test_a_tracer_sees_an_eager_call():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    i = kda_lab.make_inputs(T=16, H=1, K=8, V=8)
+
+    def call(q, out):
+        kda_lab.fwd(q, i.k, i.v, i.g, i.beta, i.scale, out, i.A_log, i.dt_bias, i.lower_bound)
+        return out
+
+    assert "kda_lab.fwd" in make_fx(call)(i.q, i.new_out()).code
+
+
+def test_tensors_on_meta_and_elsewhere_are_refused():
+    i = kda_lab.make_inputs(T=16, H=1, K=8, V=8)
+    with pytest.raises(ValueError, match="all tensors must be on one device"):
+        kda_lab.fwd(i.q.to("meta"), i.k, i.v, i.g, i.beta, i.scale, i.new_out(), i.A_log, i.dt_bias, i.lower_bound)
+
+
+@pytest.mark.parametrize("name", ["q", "cu_seqlens"])
+def test_a_list_is_no_tensor(name):
+    i = kda_lab.make_inputs(T=16, H=1, K=8, V=8)
+    given = {"q": i.q, "cu_seqlens": None, name: [0, 16]}
+    with pytest.raises(TypeError, match=f"{name} is a list; expected a torch.Tensor"):
+        kda_lab.fwd(
+            *(given["q"], i.k, i.v, i.g, i.beta, i.scale, i.new_out(), i.A_log, i.dt_bias, i.lower_bound),
+            cu_seqlens=given["cu_seqlens"],
+        )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="torch finds no GPU here"):
+        kda_lab.forward(kda_lab.make_inputs(T=1, H=1), device="cuda")
