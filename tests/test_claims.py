@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kda_lab import claims, cli
+from kda_lab import claims, cli, native, sass
 from kda_lab.claims import CLAIMS, CONDITIONAL, CONFIRMED, NOT_MEASURED, REFUTED, Evidence
 
 YES, NO, IF, OPEN = CONFIRMED, REFUTED, CONDITIONAL, NOT_MEASURED
@@ -304,3 +304,15 @@ def test_command_prints_the_ledger(capsys):
     assert content["claims"][0]["numbers"]["weak_gate"] < 0
     assert cli.main(["claims", "31"]) == 2
     assert "expected a number from 1 to 30" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [1, 3, 5, 7, 9, 27])
+def test_without_a_compiler_machine_code_is_not_measured(recording, monkeypatch, number):
+    def missing(*args):
+        raise native.CompilerNotFound("nvcc is needed and was not found\nInstall it")
+
+    recording()
+    monkeypatch.setattr(sass, "compile_step", missing)
+    finding = claims.evaluate(number)
+    assert finding.verdict == NOT_MEASURED
+    assert finding.sources[0] == "nvcc is needed and was not found"

@@ -214,7 +214,7 @@ def limit_registers() -> Evidence:
     try:
         for variant, bounds in _VARIANTS.items():
             numbers |= {f"{name}_{variant}": value for name, value in _measure_variant(bounds).items()}
-    except native.CompilerNotFound as error:
+    except native.BuildError as error:
         return Evidence(numbers, (str(error).splitlines()[0],))
     return Evidence(numbers, (evidence.compiled(), "times need a GPU; " + evidence.gpu_label()))
 

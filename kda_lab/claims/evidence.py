@@ -39,10 +39,10 @@ def live(**numbers: Number) -> Evidence:
 
 
 def from_code(measure: Callable[[], dict[str, Number]], names: Sequence[str], arch: str = ARCH) -> Evidence:
-    """Numbers that need nvcc and nvdisasm; all None, with the reason as the source, where one is missing."""
+    """Numbers that need nvcc and nvdisasm; all None, with the reason as the source, where they cannot be had."""
     try:
         return Evidence(measure(), (compiled(arch),))
-    except native.CompilerNotFound as error:
+    except native.BuildError as error:
         return Evidence(dict.fromkeys(names), (str(error).splitlines()[0],))
 
 
