@@ -9,6 +9,7 @@ import pytest
 from kda_lab import bench, dataflow, registry
 from kda_lab.inputs import make_inputs
 from kda_lab.native import CompilerNotFound, csrc_dir, find_nvcc
+from kda_lab.profiling import recorded, views
 
 CUDA_STEPS = [step.number for step in registry.steps() if "cuda" in step.devices]
 TYPES = {
@@ -101,3 +102,20 @@ def test_what_does_not_fit_says_why():
 def test_an_unknown_kernel_is_named():
     with pytest.raises(ValueError, match="'7 fused'; expected one of 4 fused, 5 prepare"):
         dataflow.on_chip("7 fused")
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_of_the_triangles_only_what_exists_is_moved(chunk):
+    rows = [i + 1 for i in range(chunk)]  # columns j <= i, as the workspace of steps 1 to 3 says
+    for move in dataflow.moves(3, chunk):
+        if move.tensor in ("INV_beta", "Mqk"):
+            assert move.bytes == 4 * sum(rows) / chunk
+
+
+@pytest.mark.parametrize("name", recorded.available())
+def test_what_was_measured_is_near_what_is_counted(name):
+    """Memory moves in pieces of 32 bytes, and a cache keeps some; neither is much of whole tensors."""
+    measured = views.moved(recorded.load(name), CUDA_STEPS)
+    assert len(measured) == len(CUDA_STEPS)
+    for step in CUDA_STEPS:
+        assert measured[registry.get(step, "cuda").name] == pytest.approx(total(step), rel=0.06)
