@@ -1,9 +1,9 @@
 // One exponential, measured and to be read: what does base 2 save, and where?
 //
 // Idea      An SM has one unit for it, MUFU.EX2, that gives 16 results a clock. Whatever a program calls ends there;
-// the
-//           forms differ in what they put around it. `throughput` keeps that unit busy from registers alone, 32 warps
-//           with eight chains each, and counts clocks. `single` is one call between a load and a store, for reading:
+//           the forms differ in what they put around it. `throughput` keeps that unit busy from registers alone, 32
+//           warps with eight chains each, and counts clocks. `single` is one call between a load and a store, for
+//           reading:
 //              kda-lab sass exp_throughput
 //           `gate` is the gate stage alone on real tensors: there, memory may well hide the difference.
 // Look for  Results a clock and SM of expf against ex2.approx.ftz; then the times of the three gates.

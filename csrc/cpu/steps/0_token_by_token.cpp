@@ -8,10 +8,9 @@
 // Cost       6 K V FLOP per token and head and 2 K V floats moved to do it: bound by the L2 cache, not by arithmetic.
 //            On a GPU this is worse: the state is in registers, but one token's work is too small to fill the machine.
 // Numerics   fp32, and exp() only of a log-decay <= 0, so any lower_bound is safe. exp(g) alone is kept in fp64: in
-// fp32 a
-//            decay near 1 is wrong by up to 2^-25, to the same side every time, and thousands of tokens multiply it up.
-//            The state is rounded twice a token. Where one key repeats and nothing is forgotten, so do these roundings:
-//            the final state's error then grows with T, to 1e-4 after 16,384 tokens.
+//            fp32 a decay near 1 is wrong by up to 2^-25, to the same side every time, and thousands of tokens
+//            multiply it up. The state is rounded twice a token. Where one key repeats and nothing is forgotten, so do
+//            these roundings: the final state's error then grows with T, to 1e-4 after 16,384 tokens.
 #include <math.h>
 
 #include "../common/arena.h"

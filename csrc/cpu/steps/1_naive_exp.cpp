@@ -5,13 +5,12 @@
 //            instead of T. One pass over memory per stage, so that a profiler can tell the stages apart.
 // Changed    From step 0: everything but the formula. `kda-lab diff 1 2` is the first diff to read line by line.
 // Profiler   form_L_and_Mqk is the largest range: it calls expf C (C + 1) / 2 * K times per chunk and head, 17,408
-// times
-//            at C = 16, and a call per element keeps its loop scalar. Compare it with step 3's.
+//            times at C = 16, and a call per element keeps its loop scalar. Compare it with step 3's.
 // Cost       Per token and head, D = K = V: 6 D^2 FLOP in recurrence and about (C / 2 + 5) D exponentials.
 // Numerics   fp32; an exponent G_i - G_j with i >= j is never positive, so nothing overflows, whatever lower_bound and
-// C
-//            are. Its error is about |G| * 2^-24: at |lower_bound| * C = 64,000 the final state is right to 1.3e-5. The
-//            inverse is exact but for rounding; for identical keys the state's error still grows with T, as in step 0.
+//            C are. Its error is about |G| * 2^-24: at |lower_bound| * C = 64,000 the final state is right to 1.3e-5.
+//            The inverse is exact but for rounding; for identical keys the state's error still grows with T, as in
+//            step 0.
 #include <math.h>
 
 #include "../common/arena.h"

@@ -1,8 +1,8 @@
 // Step 2, base 2: the same kernels, with exp2 for every exponential.
 //
 // Idea       e^x = 2^(x log2(e)). Fold log2(e) once, on the host, into the two factors that make the gate's argument
-// and
-//            its result, and every exponent that follows is in base 2 already: no exponential needs a change of base.
+//            and its result, and every exponent that follows is in base 2 already: no exponential needs a change of
+//            base.
 // Changed    From step 1 (`kda-lab diff 1 2`): expf became exp2f, log2(e) went into gate_slope and gate_scale, and the
 //            names of logarithms end in _log2. The gate's sigmoid is base 2, too. No other line differs.
 // Profiler   form_L_and_Mqk against step 1's: as many calls, each perhaps a little cheaper. How much is a property of

@@ -1,17 +1,15 @@
 // Step 3, factored: exp(G_i - G_j) = e^G_i * e^-G_j.
 //
 // Idea       The decay between two tokens is a product of one factor per token. Give each key both factors beforehand,
-// a
-//            few exponentials per element, and L and Mqk become plain matrix products with no exponential inside.
+//            a few exponentials per element, and L and Mqk become plain matrix products with no exponential inside.
 // Changed    From step 2 (`kda-lab diff 2 3`): apply_decay makes k_inv = k_hat 2^-G, and form_L_and_Mqk multiplies
 //            matrices. q_hat and k_hat need not be kept. Nothing else differs.
 // Profiler   form_L_and_Mqk shrinks from the largest range to a small one: no call is left in its loop, so it becomes
 //            vector code. On a GPU the same change lets tensor cores in. What remains is recurrence.
 // Cost       Per token and head, D = K = V: 6 D^2 + 2 C D FLOP in matrix products and 5 D exponentials, whatever C is.
 // Numerics   2^-G overflows where G in base 2 falls below -128, and 2^G is then 0: |lower_bound| * C may not exceed 87
-// in
-//            fp32. At C = 16 a bound of -5 is fine and -6 gives NaN. Within the limit factoring costs two roundings:
-//            the rounding error of G cancels, because both factors see the same stored G.
+//            in fp32. At C = 16 a bound of -5 is fine and -6 gives NaN. Within the limit factoring costs two
+//            roundings: the rounding error of G cancels, because both factors see the same stored G.
 #include <math.h>
 
 #include "../common/arena.h"

@@ -1,15 +1,13 @@
 // Step 2, rebased_ex2: base 2
 //
 // Idea      The hardware has one exponential, 2^x (MUFU.EX2); expf(x) is 2^(x log2(e)) with a range reduction that
-// keeps
-//           the product exact. But a log-decay is a number we make ourselves: make it in base 2 from the start. log2(e)
-//           goes into the two factors of the gate, and every exponential is one ex2.approx.ftz.f32.
+//           keeps the product exact. But a log-decay is a number we make ourselves: make it in base 2 from the start.
+//           log2(e) goes into the two factors of the gate, and every exponential is one ex2.approx.ftz.f32.
 // Changed   expf(x) -> ptx::ex2_approx_ftz(x_log2); gate_scale and gate_slope carry log2(e); names of logarithms end in
 //           _log2. The sigmoid is base 2, too. Nothing else.
 // Look for  SASS: MUFU.EX2 alone where step 1 had eight instructions. ncu: the same XU count in `intra_chunk`, fewer
-// FMA
-//           and ALU instructions; then the two durations. `recurrence` has three exponentials an element beside 3 * V
-//           FMAs and hardly moves.
+//           FMA and ALU instructions; then the two durations. `recurrence` has three exponentials an element beside 3
+//           * V FMAs and hardly moves.
 // Cost      As step 1, less seven instructions an exponential.
 // Numerics  As step 1. ex2.approx.ftz: relative error <= 2^-22, results below 2^-126 are 0. log2(e) is rounded once, in
 //           a factor, not in every exponent.

@@ -1,16 +1,15 @@
 // Step 3, factored: exp(G_i - G_j) = exp(G_i) exp(-G_j)
 //
 // Idea      The decay between two tokens is a quotient. Give each row its factor beforehand, two exponentials an
-// element
-//           instead of CHUNK / 2, and L and Mqk become plain products of matrices (which is what step 4 needs):
+//           element instead of CHUNK / 2, and L and Mqk become plain products of matrices (which is what step 4
+//           needs):
 //             k_decayed = k 2^G, q_decayed = q 2^G, k_inv = k 2^-G;  L = tril(k_decayed k_inv^T, -1), Mqk likewise
 // Changed   form_L_and_Mqk multiplies factors; invert_decay makes k_inv in shared memory first. Nothing else.
 // Look for  ncu: XU instructions of `intra_chunk` fall from CHUNK / 2 an element to 2; its warps now wait for shuffles.
 // Cost      `intra_chunk` keeps [CHUNK, K] floats in shared memory: fewer blocks an SM at CHUNK 64.
 // Numerics  2^-G overflows from 2^128 on and 2^G is 0 below 2^-126, so lower_bound matters now: |lower_bound| * CHUNK
-// <=
-//           87, that is -5.4 at CHUNK 16, -1.35 at 64. Inside it the factors cost two roundings; an error of the stored
-//           G cancels, because both factors see the same G.
+//           <= 87, that is -5.4 at CHUNK 16, -1.35 at 64. Inside it the factors cost two roundings; an error of the
+//           stored G cancels, because both factors see the same G.
 // Next      kda-lab diff 3 4
 #include "../common/launch.cuh"
 #include "../common/ptx.cuh"

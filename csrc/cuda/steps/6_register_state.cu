@@ -1,7 +1,7 @@
 // Step 6, register_state: shorten the chain that the state makes from chunk to chunk, and move everything in bulk.
 //
-// Idea. Step 5's chain per chunk is S -> S k_decayed^T -> U = INV (..) -> output and update. The WY form takes INV out
-// of it:
+// Idea. Step 5's chain per chunk is S -> S k_decayed^T -> U = INV (..) -> output and update. The WY form (INV here with
+// diag(beta) multiplied in) takes INV out of it:
 //   w = INV k_decayed      P = Mqk INV           q' = q_decayed - P k_decayed          (all in prepare)
 //   U = INV V - w S^T      O = q' S^T + P V      S <- S diag(decay) + U^T k_restored
 // so that one product with S gives both U and O (the rows of w and q' lie one below the other), and the output no
