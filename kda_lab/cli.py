@@ -20,7 +20,11 @@ from typing import Any
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: sys.argv) and returns its exit status: 0 good, 1 red, 2 a mistake."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown and args.run is not _lab:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.unknown = unknown
     try:
         return args.run(args)
     except BrokenPipeError:  # `kda-lab diff 1 2 | head`
@@ -57,8 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     tour.add_argument("--output", type=Path, default=Path("build/tour"), metavar="DIR", help="default: %(default)s")
     tour.add_argument("lessons", nargs="*", help="numbers or names of lessons; default: all")
 
-    lab = command("lab", _lab, "open the lessons in JupyterLab")
-    lab.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to jupyter lab")
+    command("lab", _lab, "open the lessons in JupyterLab; options it does not know are passed on to jupyter lab")
 
     build = command("build", _build, "compile the library, or find it compiled, and print its path")
     build.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
@@ -133,9 +136,13 @@ def _tour(args: argparse.Namespace) -> int:
 def _lab(args: argparse.Namespace) -> int:
     from kda_lab import tour
 
+    # From the project's folder, so that the lessons' links to sources and glossary work, and the sources can be edited.
     folder = tour.notebooks_dir()
+    start = f"--LabApp.default_url=/lab/tree/{folder.name}/00_start_here.ipynb"
+    as_root = ["--allow-root"] if os.name == "posix" and os.geteuid() == 0 else []  # as in containers
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}", *args.arguments])
+    command = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder.parent}", start, *as_root, *args.unknown]
+    os.execv(sys.executable, command)
 
 
 def _build(args: argparse.Namespace) -> int:

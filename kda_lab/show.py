@@ -140,7 +140,7 @@ def source(step: int | str, stage: str, device: str = "cpu", mark: str | None = 
 def python_source(function: Callable, mark: str | None = None) -> Html:
     """A Python function of kda_lab, as `source` shows a stage."""
     lines, first = inspect.getsourcelines(function)
-    path = Path(inspect.getsourcefile(function) or "")
+    path = Path(inspect.getsourcefile(inspect.unwrap(function)) or "")  # getsourcelines looks under decorators, too
     return _listing([line.rstrip("\n") for line in lines], first, f"{path.name}, line {first}", "python", mark)
 
 

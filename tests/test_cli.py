@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -164,3 +165,14 @@ def test_sass_prints_machine_code_or_what_is_missing(capsys):
     status, _, err = run(capsys, "sass", "5", "--arch", "gfx90a")
     assert status == 2
     assert "arch is 'gfx90a'" in err
+
+
+def test_lab_starts_in_the_project_and_passes_options_on(monkeypatch):
+    started = []
+    monkeypatch.setattr("os.execv", lambda path, command: started.append(command))
+    cli.main(["lab", "--no-browser", "--port", "8899"])
+    assert started[0][-3:] == ["--no-browser", "--port", "8899"]
+    (root,) = [part.split("=", 1)[1] for part in started[0] if part.startswith("--notebook-dir=")]
+    (page,) = [part.split("/lab/tree/", 1)[1] for part in started[0] if "default_url=" in part]
+    assert (Path(root) / page).is_file()
+    assert (Path(root) / "docs" / "glossary.md").is_file()

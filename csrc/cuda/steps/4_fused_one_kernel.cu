@@ -14,7 +14,7 @@
 // S += U^T k_restored, and no value crosses a warp.
 //
 // In the profiler: one kernel, N x H CTAs, few for the chip when sequences are few; within a chunk each stage waits for
-// the one before (five barriers), so neither memory nor tensor cores are busy. What no other chunk waits for is in the
+// the one before (four barriers), so neither memory nor tensor cores are busy. What no other chunk waits for is in the
 // way of what the next chunk needs: step 5 takes it out.
 //
 // Numbers. bf16 factors, each rounded once from fp32; fp32 sums; the state stays fp32 from first chunk to last, so an
