@@ -377,3 +377,17 @@ def test_the_fast_example_solves_the_last_exercise():
     exercise = exercises.get("9.3")
     cost = exercise.check(exercise.solution)
     assert 0 < cost.value < cost.solution
+
+
+class _EqualToEverything(float):
+    __hash__ = float.__hash__
+
+    def __eq__(self, other):
+        return True
+
+
+@pytest.mark.parametrize("value", [_EqualToEverything(), {}, np.zeros(3), torch.zeros(3, requires_grad=True), "x"])
+@pytest.mark.parametrize("exercise", QUICK, ids=by_id)
+def test_an_answer_of_a_strange_kind_is_wrong(exercise, value):
+    with pytest.raises(Wrong):
+        exercise.check(lambda *args, **kwargs: value)

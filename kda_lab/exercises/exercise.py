@@ -82,7 +82,12 @@ class Exercise:
                 raise Wrong(f"{self.name} returns nothing yet: replace the dots by your code, and return the result.")
             return value
 
-        return self.judge(answered)
+        try:
+            return self.judge(answered)
+        except Wrong:
+            raise
+        except Exception as error:  # a value of a kind that nobody thought of
+            raise Wrong(f"What {self.name} returns cannot be judged: {type(error).__name__}: {error}") from error
 
 
 def expect(condition: bool, hint: str) -> None:
@@ -109,7 +114,8 @@ def expect_close(actual: Any, expected: Any, mistakes: Mapping[str, Any], otherw
 
 def expect_choice(actual: Any, expected: Any, choices: Sequence[Any], hints: Mapping[Any, str]) -> None:
     """Raises Wrong unless ``actual`` is ``expected``; another of the choices gets its own hint."""
-    expect(actual in choices, f"The answer is {actual!r}; expected one of {', '.join(map(repr, choices))}.")
+    known = type(actual) in {type(choice) for choice in choices} and actual in choices
+    expect(known, f"The answer is {actual!r}; expected one of {', '.join(map(repr, choices))}.")
     expect(actual == expected, hints.get(actual, f"{actual!r} is not it."))
 
 
@@ -121,7 +127,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 def _is_numeric(value: Any) -> bool:
     try:
         np.asarray(value, dtype=float)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # a tensor that requires grad raises the last
         return False
     return True
 
