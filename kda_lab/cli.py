@@ -162,6 +162,7 @@ def _steps(args: argparse.Namespace) -> int:
 
 def _ladder(args: argparse.Namespace) -> int:
     from kda_lab import bench
+    from kda_lab.profiling import recorded
 
     def progress(text: str) -> None:
         print(f"  {text} …", file=sys.stderr, flush=True)
@@ -175,6 +176,8 @@ def _ladder(args: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2))
     else:
         print(bench.format_table(rows))
+        if args.device is None and device == "cpu" and (recording := recorded.load()):
+            print(f"\nNo GPU here: {recorded.ladder_text(recording, all_shapes=False)}")
     return 1 if any(row.refused for row in rows) else 0
 
 

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kda_lab import bench, cli, registry
+from kda_lab.profiling import recorded
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -176,3 +178,17 @@ def test_lab_starts_in_the_project_and_passes_options_on(monkeypatch):
     (page,) = [part.split("/lab/tree/", 1)[1] for part in started[0] if "default_url=" in part]
     assert (Path(root) / page).is_file()
     assert (Path(root) / "docs" / "glossary.md").is_file()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: live numbers take the recorded ones' place")
+def test_ladder_shows_recorded_gpu_times_where_there_is_no_gpu(capsys, monkeypatch, tmp_path):
+    argv = ("ladder", "-T", "16", "-H", "1", "--step", "2")
+    recording = recorded.load(recorded.available()[0])
+    _, out, _ = run(capsys, *argv)
+    assert recording.label in out
+    row = next(row for row in recording.ladder()["rows"] if row.get("step") == 0)
+    assert f"{row['median_ms']:.4g}" in out
+    (tmp_path / "machine.json").write_text('{"gpu": "A GPU", "date": "2026-01-02"}')
+    monkeypatch.setenv("KDA_LAB_RECORDED", str(tmp_path))
+    _, out, _ = run(capsys, *argv)
+    assert "recorded on A GPU, 2026-01-02: not measured" in out

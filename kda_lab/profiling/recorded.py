@@ -126,14 +126,20 @@ class Recording:
             raise ReportError(f"{path} is damaged: {error}") from None
 
 
-def ladder_text(recording: Recording) -> str:
-    """The recorded times as plain text, a block a shape, under the label of their machine; or "not measured"."""
+def ladder_text(recording: Recording, *, all_shapes: bool = True) -> str:
+    """The recorded times as plain text, a block a shape, under the label of their machine; or "not measured".
+
+    all_shapes: False leaves the one shape that every step was timed on.
+    """
     content = recording.ladder()
     if not content or not content.get("rows"):
         return f"{recording.label}: not measured"
     blocks = [f"{recording.label}, commit {content['machine'].get('commit', 'unknown')}"]
     columns = {"who": "", "median_ms": "median ms", "iqr_ms": "iqr ms", "share": "of bound", "error_rms": "error"}
+    every_step = {row["case"] for row in content["rows"] if row.get("step") == 0}
     for case, method in dict.fromkeys((row["case"], row["method"]) for row in content["rows"]):
+        if not (all_shapes or case in every_step):
+            continue
         rows = [
             row
             | {
