@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from kda_lab import native
+from kda_lab.profiling import command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ def facts() -> list[Fact]:
 
     Never raises: a check that fails for a reason nobody foresaw is a red line with that reason.
     """
-    return [_run(name, check) for name, check in CHECKS.items()]
+    return [*(_run(name, check) for name, check in CHECKS.items()), *(Fact(*found) for found in command.doctor())]
 
 
 def healthy(found: Iterable[Fact]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kda_lab import doctor, native
+from kda_lab.profiling import tools
 
 
 def fact(name: str) -> doctor.Fact:
@@ -78,3 +79,18 @@ def test_report_has_a_line_for_every_fact_and_its_fix_below():
 @pytest.mark.parametrize(("ok", "healthy"), [(True, True), (None, True), (False, False)])
 def test_only_red_is_unhealthy(ok, healthy):
     assert doctor.healthy([doctor.Fact("x", ok, "")]) is healthy
+
+
+@pytest.mark.parametrize("name", ["Nsight Compute", "Nsight Systems", "GPU counters", "CUPTI", "ncu-report"])
+def test_profiling_tools_are_among_the_facts(name):
+    found = fact(name)
+    assert found.ok is not False  # a walkthrough shows recorded reports where a tool is missing
+    assert found.ok or found.value
+
+
+def test_a_profiler_that_is_missing_comes_with_its_remedy(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        tools, "find", lambda name, *args: (_ for _ in ()).throw(tools.ToolMissing(f"no {name}. Get it"))
+    )
+    found = fact("Nsight Compute")
+    assert (found.ok, found.value, found.fix) == (None, "no ncu", "Get it")
