@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import shutil
+from statistics import mean
 
 import pytest
 from test_profiling_readers import write_nsys
@@ -124,6 +125,17 @@ def test_the_tools_agree_on_long_kernels(shipped, step):
             assert row["events_us"] < row["nsys_us"] < row["events_us"] + before["events_us"], row
         if min(times) >= 100:
             assert max(times) / min(times) <= 1.10, row
+
+
+@pytest.mark.parametrize("shipped", SHIPPED, ids=recorded.available())
+def test_the_split_changes_where_exponentials_are_computed_and_not_how_many(shipped):
+    """Executed instructions of the special function unit. Step 4's 8 warps need twice as many for a chunk's rsqrt as step
+    5's 4; the rest is the same, so the ratio of the two steps measures the split."""
+    executed = [
+        sum(mean(report.values(kernel, "smsp__inst_executed_pipe_xu.sum")) for kernel in report.kernels)
+        for report in (shipped.ncu(4), shipped.ncu(5))
+    ]
+    assert 1.0 <= executed[0] / executed[1] < 1.02
 
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=recorded.available())
