@@ -129,8 +129,9 @@ def test_the_tools_agree_on_long_kernels(shipped, step):
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=recorded.available())
 def test_the_split_changes_where_exponentials_are_computed_and_not_how_many(shipped):
-    """Executed instructions of the special function unit. Step 4's 8 warps need twice as many for a chunk's rsqrt as step
-    5's 4; the rest is the same, so the ratio of the two steps measures the split."""
+    """Executed instructions of the special function unit. Step 4's 8 warps need twice as many as step 5's 4 for the
+    rsqrt of a chunk; the rest is the same, so the ratio of the two steps measures the split.
+    """
     executed = [
         sum(mean(report.values(kernel, "smsp__inst_executed_pipe_xu.sum")) for kernel in report.kernels)
         for report in (shipped.ncu(4), shipped.ncu(5))
