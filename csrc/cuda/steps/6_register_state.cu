@@ -13,14 +13,15 @@
 //                itself; with the WY form and bulk copies recurrence fell from 0.57 to 0.37 ms at H 96
 //   lean loop    descriptors and addresses computed once, 32-bit counters: 0.25 to 0.20 ms at H 32, where one warp
 //                a scheduler issues all of the chain
-//   bulk copies  a producer warp keeps STAGES chunks in flight; 6 of them instead of 4: 0.32 to 0.29 ms at H 96
+//   bulk copies  a producer warp keeps STAGES chunks in flight; 6, not 4: 0.32 to 0.29 ms at H 96 (prepare
+//                differed between the two runs); 8, so that no SM holds two CTAs: 0.32 to 0.22 ms at H 32
 //   value split  rows of S are independent: with few heads two CTAs take 64 rows each, half the chain's products
 //   persistent   prepare's CTAs stay and fetch the next chunk while they multiply and invert: 0.45 to 0.43 ms at
 //                H 96; INV by rows: 0.41; beta fetched ahead, and no spills (6 CTAs of 80 registers): 0.38
-//   launch       recurrence sets itself up while prepare drains (programmatic dependent launch): about 5 us
-// What did not pay: inverting in turn by different warps; two accumulators in the chain (3 % of recurrence for 16
+//   launch       recurrence sets itself up while prepare drains (programmatic dependent launch); not measured apart
+// What did not pay: inverting in turn by different warps; two accumulators in the chain (2 % of recurrence for 16
 // registers); cutting the sequence so that prepare of one part runs beside recurrence of the part before (H 32: from
-// 0.33 ms to between 0.33 and 0.46 ms), because prepare's warps take issue slots from the chain.
+// 0.33 ms to between 0.33 and 0.48 ms), because prepare's warps take issue slots from the chain.
 //
 // In the profiler: prepare is bound by issue slots and by waiting at its barriers (33 % occupancy), recurrence from H =
 // 96 up by device memory, below that by the chain of two dependent products a chunk.
