@@ -159,7 +159,7 @@ def _compile(source: Path, target: str, suffix: str, options: list[str]) -> tupl
     if suffix == "ptx":
         command[-1] = f"arch=compute_{target},code=compute_{target}"
     digest = hashlib.sha256("\0".join([*command, nvcc.version, cxx.version]).encode())
-    for path in [source, csrc / "kda.h", *sorted(csrc.glob("cuda/**/*.*h"))]:
+    for path in [source, csrc / "kda.h", *sorted(csrc.glob("common/*.h")), *sorted(csrc.glob("cuda/**/*.*h"))]:
         digest.update(f"\0{path.relative_to(csrc)}\0".encode() + path.read_bytes())
     folder, name = cache_dir() / "sass" / digest.hexdigest()[:32], f"code.{suffix}"
     if not cache.find(folder, name):

@@ -148,9 +148,12 @@ def test_key_covers_sources_flags_and_compiler(csrc, compiler, tmp_path, monkeyp
     (csrc / "cuda").mkdir()
     (csrc / "cuda" / "kernel.cu").write_text("not part of the CPU library")
     assert native.build("cpu", csrc) in seen
+    (csrc / "common").mkdir()
+    (csrc / "common" / "checks.h").write_text("// part of both libraries")
+    seen.add(native.build("cpu", csrc))
     native_stub.edit(csrc, "#define STUB_VALUE 7", "#define STUB_VALUE 8")
     seen.add(native.build("cpu", csrc))
-    assert len(seen) == 4
+    assert len(seen) == 5
 
 
 def test_source_with_an_older_time_stamp_is_compiled(csrc, tmp_path, monkeypatch):

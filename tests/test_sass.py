@@ -120,14 +120,14 @@ def test_a_step_that_does_not_compile_shows_the_compilers_words(tmp_path, monkey
 
 
 @pytest.mark.cuda_compiler
-def test_an_edit_is_compiled_again(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("header", ["kda.h", "common/error.h", "cuda/common/tensors.cuh"])
+def test_an_edit_is_compiled_again(header, tmp_path, monkeypatch) -> None:
     csrc = tmp_path / "csrc"
     shutil.copytree(sass.csrc_dir(), csrc)
     before = sass.compile_step(0, "sm_80").cubin
     monkeypatch.setenv("KDA_LAB_CSRC", str(csrc))
     assert sass.compile_step(0, "sm_80").cubin == before  # the same bytes elsewhere are the same code
-    header = csrc / "cuda" / "common" / "tensors.cuh"
-    header.write_text(header.read_text() + "\n// edited\n")
+    (csrc / header).write_text((csrc / header).read_text() + "\n// edited\n")
     assert sass.compile_step(0, "sm_80").cubin != before
 
 

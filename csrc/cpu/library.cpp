@@ -1,13 +1,9 @@
-// The C ABI of kda.h for the CPU: the table of steps, the checks of what comes in, and exceptions turned into status
-// codes.
-#include <cmath>
-#include <cstddef>
-#include <initializer_list>
-#include <new>
-#include <string>
+// The C ABI of kda.h for the CPU: the table of steps, and calls into steps/.
+#include <iterator>
 
+#include "../common/abi.h"
+#include "../common/checks.h"
 #include "../kda.h"
-#include "common/error.h"
 
 // Every step of the ladder is declared; those that exist on a CPU are defined in steps/.
 #define KDA_STEP(number, slug, ...)          \
@@ -21,8 +17,6 @@
 namespace kda::cpu {
 namespace {
 
-thread_local std::string last_error;
-
 constexpr KdaStep kSteps[] = {
 #define KDA_STEP(number, slug, devices, cpu_chunks, cuda_chunks, compute_capability, cpu_budget, cuda_budget, title, \
                  idea)                                                                                               \
@@ -31,148 +25,27 @@ constexpr KdaStep kSteps[] = {
 #undef KDA_STEP
 };
 
-const KdaStep& find_step(int32_t number) {
-  for (const KdaStep& step : kSteps) {
-    if (step.number != number) continue;
-    if (step.devices & KDA_DEVICE_CPU) return step;
-    throw Error(KDA_UNSUPPORTED, format("step %d (%s) does not exist on the CPU", number, step.slug));
-  }
-  throw Error(KDA_INVALID_ARGUMENT, format("step is %d; kda_steps() lists those there are", number));
-}
+struct Functions {
+  int64_t (*workspace_bytes)(const KdaArgs&);
+  void (*forward)(const KdaArgs&);
+};
 
-int64_t dispatch_workspace_bytes(int32_t number, const KdaArgs& args) {
+Functions functions_of(int32_t number) {
   switch (number) {
-#define KDA_STEP(number, slug, devices, ...)                                                     \
-  case number:                                                                                   \
-    if constexpr (((devices) & KDA_DEVICE_CPU) != 0) return step##number::workspace_bytes(args); \
+#define KDA_STEP(number, slug, devices, ...)                                                                        \
+  case number:                                                                                                      \
+    if constexpr (((devices) & KDA_DEVICE_CPU) != 0) return {step##number::workspace_bytes, step##number::forward}; \
     break;
 #include "../steps.def"
 #undef KDA_STEP
   }
-  return 0;
+  return {};
 }
 
-void dispatch_forward(int32_t number, const KdaArgs& args) {
-  switch (number) {
-#define KDA_STEP(number, slug, devices, ...)                                      \
-  case number:                                                                    \
-    if constexpr (((devices) & KDA_DEVICE_CPU) != 0) step##number::forward(args); \
-    break;
-#include "../steps.def"
-#undef KDA_STEP
-  }
-}
-
-void check_size(const char* name, int64_t value, int64_t least) {
-  constexpr int64_t kMost = int64_t{1} << 40;  // far beyond any memory, and products of a few stay checkable
-  if (value < least || value > kMost) {
-    throw Error(KDA_INVALID_ARGUMENT, format("%s is %lld; expected %lld to 2^40", name, static_cast<long long>(value),
-                                             static_cast<long long>(least)));
-  }
-}
-
-// The bytes of a tensor must fit 63 bits, or indexing it would overflow before memory runs out.
-void check_product(const char* name, std::initializer_list<int64_t> sizes) {
-  int64_t bytes = sizeof(float);
-  for (const int64_t size : sizes) {
-    if (__builtin_mul_overflow(bytes, size, &bytes)) {
-      throw Error(KDA_INVALID_ARGUMENT, format("%s would have more than 2^63 bytes", name));
-    }
-  }
-}
-
-void check_sizes(const KdaStep& step, const KdaArgs& args) {
-  if (args.struct_bytes != static_cast<int64_t>(sizeof(KdaArgs))) {
-    throw Error(KDA_INVALID_ARGUMENT, format("struct_bytes is %lld, the library's KdaArgs has %zu: rebuild the library",
-                                             static_cast<long long>(args.struct_bytes), sizeof(KdaArgs)));
-  }
-  check_size("B", args.B, 0);
-  check_size("T", args.T, 0);
-  check_size("H", args.H, 1);
-  check_size("K", args.K, 1);
-  check_size("V", args.V, 1);
-  check_size("N", args.N, 0);
-  check_product("q [B, T, H, K]", {args.B, args.T, args.H, args.K});
-  check_product("v [B, T, H, V]", {args.B, args.T, args.H, args.V});
-  check_product("the state [N, H, V, K]", {args.N, args.H, args.V, args.K});
-  const bool chunk_is_one_of_them = args.chunk > 0 && args.chunk <= 64 && (args.chunk & step.chunks) == args.chunk;
-  const bool chunk_is_power_of_two = (args.chunk & (args.chunk - 1)) == 0;
-  if (step.chunks != 0 && !(chunk_is_one_of_them && chunk_is_power_of_two)) {
-    std::string sizes;
-    for (int32_t size = 1; size <= step.chunks; size *= 2) {
-      if (step.chunks & size) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
-    }
-    throw Error(KDA_INVALID_ARGUMENT, format("chunk is %lld; step %d (%s) runs %s", static_cast<long long>(args.chunk),
-                                             step.number, step.slug, sizes.c_str()));
-  }
-}
-
-void check_pointer(const char* name, const void* pointer, bool needed) {
-  if (needed && !pointer) throw Error(KDA_INVALID_ARGUMENT, format("%s is NULL", name));
-}
-
-void check_dtype(const char* name, const void* pointer, int32_t dtype, KdaDtype first, KdaDtype second) {
-  const bool right = pointer ? dtype == first || dtype == second : dtype == KDA_NONE;
-  if (right) return;
-  throw Error(KDA_INVALID_ARGUMENT, format("%s_dtype is %d; expected %s", name, dtype,
-                                           pointer ? (first == KDA_BF16 ? "KDA_BF16 or KDA_F32" : "KDA_I32 or KDA_I64")
-                                                   : "KDA_NONE, since the pointer is NULL"));
-}
-
-void check_tensors(const KdaArgs& args) {
-  const bool any_tokens = args.B > 0 && args.T > 0;
-  check_pointer("q", args.q, any_tokens);
-  check_pointer("k", args.k, any_tokens);
-  check_pointer("v", args.v, any_tokens);
-  check_pointer("g", args.g, any_tokens);
-  check_pointer("beta", args.beta, any_tokens);
-  check_pointer("out", args.out, any_tokens);
-  check_pointer("A_log", args.A_log, any_tokens);
-  check_pointer("dt_bias", args.dt_bias, any_tokens);
-  check_dtype("initial_state", args.initial_state, args.initial_state_dtype, KDA_BF16, KDA_F32);
-  check_dtype("final_state", args.final_state, args.final_state_dtype, KDA_BF16, KDA_F32);
-  check_dtype("cu_seqlens", args.cu_seqlens, args.cu_seqlens_dtype, KDA_I32, KDA_I64);
-  if (args.cu_seqlens ? args.B != 1 : args.N != args.B) {
-    throw Error(KDA_INVALID_ARGUMENT,
-                format("B is %lld and N is %lld; expected B = 1 with cu_seqlens, and N = B without",
-                       static_cast<long long>(args.B), static_cast<long long>(args.N)));
-  }
-  if (!std::isfinite(args.scale) || !std::isfinite(args.lower_bound)) {
-    throw Error(KDA_INVALID_ARGUMENT,
-                format("scale is %g and lower_bound is %g; expected finite numbers", args.scale, args.lower_bound));
-  }
-}
-
-void check_workspace(const KdaArgs& args, int64_t needed) {
-  if (needed == 0) return;
-  if (!args.workspace || reinterpret_cast<uintptr_t>(args.workspace) % 256 != 0 || args.workspace_bytes < needed) {
-    throw Error(KDA_INVALID_ARGUMENT,
-                format("workspace is %p with %lld bytes; expected %lld bytes (kda_workspace_bytes), 256-byte aligned",
-                       args.workspace, static_cast<long long>(args.workspace_bytes), static_cast<long long>(needed)));
-  }
-}
-
-const KdaArgs& require(const KdaArgs* args) {
-  if (!args) throw Error(KDA_INVALID_ARGUMENT, "args is NULL");
-  return *args;
-}
-
-// Nothing may be thrown across the C ABI: runs the body and keeps what went wrong for kda_last_error().
-template <class Body>
-KdaStatus guard(const Body& body) noexcept {
-  try {
-    body();
-    return KDA_OK;
-  } catch (const Error& error) {
-    last_error = error.what();
-    return error.status;
-  } catch (const std::bad_alloc&) {
-    last_error = "out of memory";
-    return KDA_OUT_OF_MEMORY;
-  } catch (const std::exception& error) {
-    last_error = error.what();
-    return KDA_INTERNAL_ERROR;
-  }
+// A step that exists here, for sizes that it runs.
+Functions find(int32_t number, const KdaArgs* args) {
+  check_sizes(find_step(kSteps, number, KDA_DEVICE_CPU, "the CPU"), require(args));
+  return functions_of(number);
 }
 
 }  // namespace
@@ -187,20 +60,17 @@ const KdaStep* kda_steps(int32_t* count) {
 
 int64_t kda_workspace_bytes(int32_t step, const KdaArgs* args) {
   int64_t bytes = 0;
-  const KdaStatus status = kda::cpu::guard([&] {
-    kda::cpu::check_sizes(kda::cpu::find_step(step), kda::cpu::require(args));
-    bytes = kda::cpu::dispatch_workspace_bytes(step, *args);
-  });
+  const KdaStatus status = kda::guard([&] { bytes = kda::cpu::find(step, args).workspace_bytes(*args); });
   return status == KDA_OK ? bytes : -int64_t{status};
 }
 
 KdaStatus kda_forward(int32_t step, const KdaArgs* args) {
-  return kda::cpu::guard([&] {
-    kda::cpu::check_sizes(kda::cpu::find_step(step), kda::cpu::require(args));
-    kda::cpu::check_tensors(*args);
-    kda::cpu::check_workspace(*args, kda::cpu::dispatch_workspace_bytes(step, *args));
-    kda::cpu::dispatch_forward(step, *args);
+  return kda::guard([&] {
+    const auto [workspace_bytes, forward] = kda::cpu::find(step, args);
+    kda::check_tensors(*args);
+    kda::check_workspace(*args, workspace_bytes(*args));
+    forward(*args);
   });
 }
 
-const char* kda_last_error(void) { return kda::cpu::last_error.c_str(); }
+const char* kda_last_error(void) { return kda::last_error.c_str(); }

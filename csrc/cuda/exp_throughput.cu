@@ -7,7 +7,7 @@
 //              kda-lab sass exp_throughput
 //           `gate` is the gate stage alone on real tensors: there, memory may well hide the difference.
 // Look for  Results a clock and SM of expf against ex2.approx.ftz; then the times of the three gates.
-#include "common/abi.h"
+#include "../common/abi.h"
 #include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "common/tensors.cuh"

@@ -1,13 +1,9 @@
-// The C ABI of kda.h for CUDA: the table of steps, the checks of what comes in, and exceptions turned into status
-// codes.
-#include <cmath>
-#include <cstddef>
-#include <initializer_list>
+// The C ABI of kda.h for CUDA: the table of steps, the limits of a grid, and calls into steps/.
 #include <iterator>
-#include <string>
 
+#include "../common/abi.h"
+#include "../common/checks.h"
 #include "../kda.h"
-#include "common/abi.h"
 #include "common/launch.cuh"
 #include "common/sequence.cuh"
 
@@ -31,148 +27,38 @@ constexpr KdaStep kSteps[] = {
 #undef KDA_STEP
 };
 
-const KdaStep& find_step(int32_t number) {
-  for (const KdaStep& step : kSteps) {
-    if (step.number != number) continue;
-    if (step.devices & KDA_DEVICE_CUDA) return step;
-    throw Error(KDA_UNSUPPORTED, format("step %d (%s) does not exist on CUDA", number, step.slug));
-  }
-  throw Error(KDA_INVALID_ARGUMENT, format("step is %d; kda_steps() lists those there are", number));
-}
+struct Functions {
+  int64_t (*workspace_bytes)(const KdaArgs&);
+  void (*forward)(const KdaArgs&);
+};
 
-int64_t dispatch_workspace_bytes(int32_t number, const KdaArgs& args) {
+Functions functions_of(int32_t number) {
   switch (number) {
-#define KDA_STEP(number, slug, devices, ...)                                                      \
-  case number:                                                                                    \
-    if constexpr (((devices) & KDA_DEVICE_CUDA) != 0) return step##number::workspace_bytes(args); \
+#define KDA_STEP(number, slug, devices, ...)                                                                         \
+  case number:                                                                                                       \
+    if constexpr (((devices) & KDA_DEVICE_CUDA) != 0) return {step##number::workspace_bytes, step##number::forward}; \
     break;
 #include "../steps.def"
 #undef KDA_STEP
   }
-  return 0;
+  return {};
 }
 
-void dispatch_forward(int32_t number, const KdaArgs& args) {
-  switch (number) {
-#define KDA_STEP(number, slug, devices, ...)                                       \
-  case number:                                                                     \
-    if constexpr (((devices) & KDA_DEVICE_CUDA) != 0) step##number::forward(args); \
-    break;
-#include "../steps.def"
-#undef KDA_STEP
-  }
-}
-
-void check_size(const char* name, int64_t value, int64_t least, int64_t most) {
-  if (value < least || value > most) {
-    throw Error(KDA_INVALID_ARGUMENT, format("%s is %lld; expected %lld to %lld", name, static_cast<long long>(value),
-                                             static_cast<long long>(least), static_cast<long long>(most)));
-  }
-}
-
-// The bytes of a tensor must fit 63 bits, or indexing it would overflow before memory runs out.
-void check_product(const char* name, std::initializer_list<int64_t> sizes) {
-  int64_t bytes = sizeof(float);
-  for (const int64_t size : sizes) {
-    if (__builtin_mul_overflow(bytes, size, &bytes)) {
-      throw Error(KDA_INVALID_ARGUMENT, format("%s would have more than 2^63 bytes", name));
-    }
-  }
-}
-
-void check_sizes(const KdaStep& step, const KdaArgs& args) {
-  if (args.struct_bytes != static_cast<int64_t>(sizeof(KdaArgs))) {
-    throw Error(KDA_INVALID_ARGUMENT, format("struct_bytes is %lld, the library's KdaArgs has %zu: rebuild the library",
-                                             static_cast<long long>(args.struct_bytes), sizeof(KdaArgs)));
-  }
-  constexpr int64_t kMost = int64_t{1} << 40;       // far beyond any memory, and products of a few stay checkable
-  constexpr int64_t kMostHeads = 65535;             // heads are grid.y
-  constexpr int64_t kMostBlocks = (1ll << 31) - 1;  // chunks, and sequences times up to 16 blocks each, are grid.x
-  check_size("B", args.B, 0, kMost);
-  check_size("T", args.T, 0, kMost);
+// Chunks, and sequences times up to 16 blocks each, are grid.x; heads are grid.y.
+void check_grid(const KdaStep& step, const KdaArgs& args) {
+  constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1, kMostHeads = 65535;
   check_size("H", args.H, 1, kMostHeads);
-  check_size("K", args.K, 1, kMost);
-  check_size("V", args.V, 1, kMost);
   check_size("N", args.N, 0, kMostBlocks / 16);
   check_size("N * H", args.N * args.H, 0, kMostBlocks);
-  check_product("q [B, T, H, K]", {args.B, args.T, args.H, args.K});
-  check_product("v [B, T, H, V]", {args.B, args.T, args.H, args.V});
-  check_product("the state [N, H, V, K]", {args.N, args.H, args.V, args.K});
-  if (step.chunks == 0) return;
-  const bool chunk_is_one_of_them = args.chunk > 0 && args.chunk <= 64 && (args.chunk & step.chunks) == args.chunk;
-  const bool chunk_is_power_of_two = (args.chunk & (args.chunk - 1)) == 0;
-  if (!(chunk_is_one_of_them && chunk_is_power_of_two)) {
-    std::string sizes;
-    for (int32_t size = 1; size <= step.chunks; size *= 2) {
-      if (step.chunks & size) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
-    }
-    throw Error(KDA_INVALID_ARGUMENT,
-                format("chunk is %lld; step %d (%s) on CUDA runs %s", static_cast<long long>(args.chunk), step.number,
-                       step.slug, sizes.c_str()));
-  }
-  check_size("the number of chunks", chunk_slots(args, args.chunk), 0, kMostBlocks);
+  if (step.chunks != 0) check_size("the number of chunks", chunk_slots(args, args.chunk), 0, kMostBlocks);
 }
 
-// Kernels load and store four elements and more at a time, so the tensors they do that with begin at a multiple of 16.
-void check_pointer(const char* name, const void* pointer, bool needed, uintptr_t alignment) {
-  if (needed && !pointer) throw Error(KDA_INVALID_ARGUMENT, format("%s is NULL", name));
-  if (reinterpret_cast<uintptr_t>(pointer) % alignment != 0) {
-    throw Error(KDA_INVALID_ARGUMENT, format("%s is at %p; expected an address that is a multiple of %d", name, pointer,
-                                             static_cast<int>(alignment)));
-  }
-}
-
-void check_dtype(const char* name, const void* pointer, int32_t dtype, KdaDtype first, KdaDtype second) {
-  const bool right = pointer ? dtype == first || dtype == second : dtype == KDA_NONE;
-  if (right) return;
-  throw Error(KDA_INVALID_ARGUMENT, format("%s_dtype is %d; expected %s", name, dtype,
-                                           pointer ? (first == KDA_BF16 ? "KDA_BF16 or KDA_F32" : "KDA_I32 or KDA_I64")
-                                                   : "KDA_NONE, since the pointer is NULL"));
-}
-
-void check_tensors(const KdaArgs& args) {
-  const bool any_tokens = args.B > 0 && args.T > 0;
-  check_pointer("q", args.q, any_tokens, 16);
-  check_pointer("k", args.k, any_tokens, 16);
-  check_pointer("v", args.v, any_tokens, 16);
-  check_pointer("g", args.g, any_tokens, 16);
-  check_pointer("out", args.out, any_tokens, 16);
-  check_pointer("beta", args.beta, any_tokens, 2);
-  check_pointer("A_log", args.A_log, true, 4);
-  check_pointer("dt_bias", args.dt_bias, true, 16);
-  check_pointer("initial_state", args.initial_state, false, 16);
-  check_pointer("final_state", args.final_state, false, 16);
-  check_pointer("cu_seqlens", args.cu_seqlens, false, args.cu_seqlens_dtype == KDA_I64 ? 8 : 4);
-  check_dtype("initial_state", args.initial_state, args.initial_state_dtype, KDA_BF16, KDA_F32);
-  check_dtype("final_state", args.final_state, args.final_state_dtype, KDA_BF16, KDA_F32);
-  check_dtype("cu_seqlens", args.cu_seqlens, args.cu_seqlens_dtype, KDA_I32, KDA_I64);
-  if (args.final_state && args.final_state == args.initial_state &&
-      args.final_state_dtype != args.initial_state_dtype) {
-    throw Error(KDA_INVALID_ARGUMENT, "final_state is initial_state with another dtype; expected the same dtype");
-  }
-  if (args.cu_seqlens ? args.B != 1 : args.N != args.B) {
-    throw Error(KDA_INVALID_ARGUMENT,
-                format("B is %lld and N is %lld; expected B = 1 with cu_seqlens, and N = B without",
-                       static_cast<long long>(args.B), static_cast<long long>(args.N)));
-  }
-  if (!std::isfinite(args.scale) || !std::isfinite(args.lower_bound)) {
-    throw Error(KDA_INVALID_ARGUMENT,
-                format("scale is %g and lower_bound is %g; expected finite numbers", args.scale, args.lower_bound));
-  }
-}
-
-void check_workspace(const KdaArgs& args, int64_t needed) {
-  if (needed == 0) return;
-  if (!args.workspace || reinterpret_cast<uintptr_t>(args.workspace) % 256 != 0 || args.workspace_bytes < needed) {
-    throw Error(KDA_INVALID_ARGUMENT,
-                format("workspace is %p with %lld bytes; expected %lld bytes (kda_workspace_bytes), 256-byte aligned",
-                       args.workspace, static_cast<long long>(args.workspace_bytes), static_cast<long long>(needed)));
-  }
-}
-
-const KdaArgs& require(const KdaArgs* args) {
-  if (!args) throw Error(KDA_INVALID_ARGUMENT, "args is NULL");
-  return *args;
+// A step that exists here, for sizes that it runs.
+Functions find(int32_t number, const KdaArgs* args) {
+  const KdaStep& step = find_step(kSteps, number, KDA_DEVICE_CUDA, "CUDA");
+  check_sizes(step, require(args));
+  check_grid(step, *args);
+  return functions_of(number);
 }
 
 }  // namespace
@@ -187,20 +73,17 @@ const KdaStep* kda_steps(int32_t* count) {
 
 int64_t kda_workspace_bytes(int32_t step, const KdaArgs* args) {
   int64_t bytes = 0;
-  const KdaStatus status = kda::guard([&] {
-    kda::check_sizes(kda::find_step(step), kda::require(args));
-    bytes = kda::dispatch_workspace_bytes(step, *args);
-  });
+  const KdaStatus status = kda::guard([&] { bytes = kda::find(step, args).workspace_bytes(*args); });
   return status == KDA_OK ? bytes : -int64_t{status};
 }
 
 KdaStatus kda_forward(int32_t step, const KdaArgs* args) {
   return kda::guard([&] {
-    kda::check_sizes(kda::find_step(step), kda::require(args));
+    const auto [workspace_bytes, forward] = kda::find(step, args);
     kda::check_tensors(*args);
-    kda::check_workspace(*args, kda::dispatch_workspace_bytes(step, *args));
+    kda::check_workspace(*args, workspace_bytes(*args));
     const kda::DeviceGuard device(args->device);
-    kda::dispatch_forward(step, *args);
+    forward(*args);
   });
 }
 

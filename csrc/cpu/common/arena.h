@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "error.h"
+#include "../../common/error.h"
 
 namespace kda::cpu {
 

@@ -7,25 +7,10 @@
 #include <omp.h>
 #endif
 
+#include "../../common/range.h"
 #include "../../kda.h"
 
 namespace kda::cpu {
-
-// A named range on the profiler's timeline for as long as it lives; costs one comparison where no profiler listens.
-class Range {
- public:
-  Range(const KdaArgs& args, const char* name) : pop_(args.pop_range) {
-    if (args.push_range) args.push_range(name);
-  }
-  ~Range() {
-    if (pop_) pop_();
-  }
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
-
- private:
-  void (*pop_)(void);
-};
 
 // Threads of a launch: what torch.set_num_threads() says where torch's OpenMP runtime is the one that was loaded first.
 inline int64_t thread_count() {

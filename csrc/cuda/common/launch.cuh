@@ -6,7 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "error.h"
+#include "../../common/error.h"
+#include "../../common/range.h"
 
 namespace kda {
 
@@ -36,22 +37,6 @@ class DeviceGuard {
  private:
   int before_ = 0;
   bool changed_ = false;
-};
-
-// A named range on the profiler's timeline for as long as it lives; costs one comparison where no profiler listens.
-class Range {
- public:
-  Range(const KdaArgs& args, const char* name) : pop_(args.pop_range) {
-    if (args.push_range) args.push_range(name);
-  }
-  ~Range() {
-    if (pop_) pop_();
-  }
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
-
- private:
-  void (*pop_)(void);
 };
 
 // Starts `kernel` on args.stream inside a range called `name`; throws when the launch fails. A grid with no blocks,

@@ -7,8 +7,8 @@
 #include <cfloat>
 #include <cstdint>
 
+#include "../../common/error.h"
 #include "../../kda.h"
-#include "error.h"
 #include "sequence.cuh"
 
 namespace kda {

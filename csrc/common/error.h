@@ -1,4 +1,4 @@
-// Errors inside the CUDA library are exceptions; library.cu turns them into a KdaStatus and a text at the C ABI.
+// Errors inside a library are exceptions; abi.h turns them into a KdaStatus and a text.
 #pragma once
 
 #include <cstdarg>
@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../../kda.h"
+#include "../kda.h"
 
 namespace kda {
 
