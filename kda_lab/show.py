@@ -87,7 +87,7 @@ def show(figure: Figure, alt: str | None = None) -> None:
 
 
 def number(value: Any) -> str:
-    """A table cell: four significant digits, NaN spelled out, None as "not measured", tuples with commas."""
+    """A table cell: four significant digits, or all those before the point; None is "not measured", NaN spelled out."""
     if value is None:
         return NOT_MEASURED
     if isinstance(value, tuple):
@@ -98,8 +98,10 @@ def number(value: Any) -> str:
         return f"{value:,}"
     if math.isnan(value):
         return "NaN"
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:,.4g}"
+    if 1e3 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    if value == 0 or 1e-3 <= abs(value) < 1e3:
+        return f"{value:.4g}"
     return f"{value:.1e}"
 
 

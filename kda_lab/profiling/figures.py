@@ -14,6 +14,7 @@ from kda_lab.profiling import metrics, roofline
 from kda_lab.profiling.ncu import Report
 from kda_lab.profiling.roofline import Point
 from kda_lab.profiling.timeline import Span, Timeline
+from kda_lab.show import number
 
 _COLOURS = {"range": SKY, "projected": SKY, "launch": ORANGE, "kernel": BLUE, "copy": PURPLE}
 _WORDS = {
@@ -67,10 +68,10 @@ def describe_timeline(timeline: Timeline, start_us: float, end_us: float) -> str
     if not kernels:
         ranges = [span for span in timeline.of("range") if span.depth > 0] or timeline.of("range")
         longest = max(ranges, key=lambda span: span.duration_us, default=None)
-        ending = (
-            "nothing ran." if longest is None else f"{longest.name} is the longest range, {longest.duration_us:.4g} µs."
-        )
-        return head + "no kernel on the GPU; " + ending
+        if longest is None:
+            return f"{head}no kernel on the GPU; nothing ran."
+        lasts = f"{number(longest.duration_us)} µs"
+        return f"{head}no kernel on the GPU; {longest.name} is the longest range, {lasts}."
     totals = {name: 0.0 for name in dict.fromkeys(span.name for span in kernels)}
     for span in kernels:
         totals[span.name] += min(span.end_us, end_us) - max(span.start_us, start_us)
@@ -78,7 +79,7 @@ def describe_timeline(timeline: Timeline, start_us: float, end_us: float) -> str
     most = max(totals, key=totals.__getitem__)
     return (
         f"{head}{len(kernels)} kernels take {busy / (end_us - start_us):.0%} of it; {most} takes most, "
-        f"{totals[most]:.4g} µs in {sum(span.name == most for span in kernels)} launches."
+        f"{number(totals[most])} µs in {sum(span.name == most for span in kernels)} launches."
     )
 
 
@@ -129,7 +130,7 @@ def floors_figure(points: Sequence[Point], ceilings: Mapping[str, Any], title: s
     for y, at in enumerate(points):
         allowed = roofline.floors(at, ceilings)
         axes.barh(y, 1e6 * at.time_s, height=0.6, color="#d9d9d9", zorder=1)
-        axes.text(1e6 * at.time_s, y, f" {1e6 * at.time_s:.4g} µs", va="center", fontsize=9)
+        axes.text(1e6 * at.time_s, y, f" {number(1e6 * at.time_s)} µs", va="center", fontsize=9)
         for kind, colour, marker in zip(kinds, PALETTE, MARKERS):
             if allowed[kind] is not None:
                 label = kind if y == 0 else None
