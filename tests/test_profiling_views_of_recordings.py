@@ -10,8 +10,9 @@ import pytest
 from test_profiling_readers import write_nsys
 from test_profiling_views import CEILINGS, TWO, kernel_code, launch, report
 
-from kda_lab.profiling import recorded, views
+from kda_lab.profiling import ncu, recorded, views
 from kda_lab.profiling.recorded import Recording
+from kda_lab.profiling.tools import ToolMissing
 
 STEPS = (4, 5)
 LABEL = "recorded on NVIDIA H200, 2026-11-29"
@@ -79,6 +80,23 @@ def test_every_view_says_not_measured_without_a_recording(view, tmp_path):
     assert "not measured" in words(view(Recording(tmp_path)))
 
 
+FROM_REPORTS = ("counters", "comparison", "kernels", "roofline", "floors", "occupancy", "stalls")
+
+
+def test_reports_that_cannot_be_read_say_what_reads_them(recording, monkeypatch):
+    """A machine without the package ncu-report: a sentence for its views, and all others as they were."""
+
+    def missing(*args):
+        raise ToolMissing("Reading Nsight Compute reports needs the package ncu-report.")
+
+    monkeypatch.setattr(Recording, "ncu", missing)
+    monkeypatch.setattr(ncu, "reader", missing)
+    for name, view in EVERY_VIEW.items():
+        assert ("pip install ncu-report" in words(view(recording))) == (name in FROM_REPORTS), name
+    assert views.moved(recording, STEPS) == {}
+    assert "205" in words(EVERY_VIEW["agreement"](recording))
+
+
 @pytest.mark.parametrize(
     ("view", "number"),
     [
@@ -86,7 +104,7 @@ def test_every_view_says_not_measured_without_a_recording(view, tmp_path):
         ("timeline_explorer", "2 kernels take"),
         ("counters", "200"),
         ("comparison", "5_fused_two_kernel"),
-        ("kernels", "0.5"),
+        ("kernels", "50"),
         ("roofline", "5_fused_two_kernel does"),
         ("floors", "5_fused_two_kernel takes"),
         ("occupancy", "prepare of 5_fused_two_kernel reaches 60 %"),

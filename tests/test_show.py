@@ -150,7 +150,20 @@ def test_table_without_rows_says_not_measured():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "not measured"), (0.0, "0"), (1e-9, "1.0e-09"), (math.nan, "NaN"), (2048, "2,048"), (True, "True")],
+    [
+        (None, "not measured"),
+        (0.0, "0"),
+        (1e-9, "1.0e-09"),
+        (math.nan, "NaN"),
+        (2048, "2,048"),
+        (True, "True"),
+        (23520.4, "23,520"),
+        (49152.0, "49,152"),
+        (-1234.5, "-1,234"),
+        (999.96, "1000"),
+        (0.01017, "0.01017"),
+        ((1.0, 23520.0), "1, 23,520"),
+    ],
 )
 def test_number(value, text):
     assert show.number(value) == text

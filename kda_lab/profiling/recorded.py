@@ -25,6 +25,7 @@ from kda_lab.profiling.ladder import METHODS
 from kda_lab.profiling.ncu import Report
 from kda_lab.profiling.table import ReportError
 from kda_lab.profiling.timeline import Timeline
+from kda_lab.profiling.tools import ToolMissing
 from kda_lab.sass import Kernel
 
 
@@ -71,9 +72,13 @@ class Recording:
         """Microseconds of each kernel by CUDA events, with no profiler attached."""
         return self._json(f"events/{_name(step)}.json")
 
-    def sass(self, step: int | str) -> dict[str, Kernel] | None:
-        """The machine code and resources of a step's kernels."""
-        path = self.folder / "sass" / f"{_name(step)}.json.gz"
+    def sass(self, step: int | str, arch: str = "") -> dict[str, Kernel] | None:
+        """The machine code and resources of a step's kernels, or of "exp_throughput"'s.
+
+        arch: "sm_75" and the like for another architecture than the recorded GPU's.
+        """
+        name = step if step == "exp_throughput" else _name(step)
+        path = self.folder / "sass" / f"{name}{arch and '.'}{arch}.json.gz"
         if not path.exists():
             return None
         try:
@@ -96,9 +101,14 @@ class Recording:
     def agreement(self, step: int | str) -> list[dict[str, Any]]:
         """Each kernel's time in µs by CUDA events, Nsight Systems, torch.profiler and Nsight Compute, and their spread.
 
-        spread is (largest - smallest) / smallest of those that were measured; None with fewer than two.
+        spread is (largest - smallest) / smallest of those that were measured; None with fewer than two. Where
+        Nsight Compute's reports cannot be read, its times are not among them.
         """
-        events, report = self.events(step) or {}, self.ncu(step)
+        events = self.events(step) or {}
+        try:
+            report = self.ncu(step)
+        except ToolMissing:
+            report = None
         timelines = {"nsys": self.nsys(step), "torch": self.torch(step)}
         measured: dict[str, dict[str, float]] = {"events": dict(events)}
         for tool, timeline in timelines.items():

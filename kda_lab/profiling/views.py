@@ -15,9 +15,10 @@ from typing import Any
 
 from kda_lab import registry
 from kda_lab.plots import GREY, AltFigure, error_by_regime_figure, figure
-from kda_lab.profiling import evidence, figures, metrics, roofline, sass_view
+from kda_lab.profiling import evidence, figures, metrics, ncu, roofline, sass_view
 from kda_lab.profiling.ncu import Report
 from kda_lab.profiling.recorded import Recording
+from kda_lab.profiling.tools import ToolMissing
 from kda_lab.show import NOT_MEASURED, Html, table
 
 Step = int | str
@@ -44,9 +45,9 @@ def timeline_explorer(recording: Recording | None, step: Step) -> Any:
 
 def counters(recording: Recording | None, step: Step) -> Html:
     """Nsight Compute's numbers of one step's kernels in plain words, the tool's own names beside them."""
-    report = recording.ncu(step) if recording else None
+    report = _reports(recording, [step]).get(_name(step))
     if report is None:
-        return _words(f"Counters of step {step}")
+        return _words(f"Counters of step {step}", _no_report())
     columns = {"what": "What", "unit": "Unit", **{kernel: kernel for kernel in report.kernels}, "raw": "Nsight Compute"}
     return table(metrics.summary(report), columns, f"{_name(step)}, {recording.label}")
 
@@ -54,6 +55,8 @@ def counters(recording: Recording | None, step: Step) -> Html:
 def comparison(recording: Recording | None, steps: Sequence[Step], kernel: str) -> Html:
     """One kernel's numbers in several steps, side by side."""
     reports = _reports(recording, steps)
+    if not reports:
+        return _words(f"Kernel {kernel}", _no_report())
     rows = [row for row in metrics.comparison(reports) if row["kernel"] == kernel]
     columns = {"what": "What", "unit": "Unit", **{name: name for name in reports}, "raw": "Nsight Compute"}
     return table(rows, columns, _caption(recording, f"Kernel {kernel}"))
@@ -63,17 +66,22 @@ def kernels(recording: Recording | None, steps: Sequence[Step]) -> Html:
     """A row a kernel: time, bytes, their rate as a share of a copy's, registers, spills and occupancy."""
     content = (recording.ladder() if recording else None) or {}
     copy = content.get("ceilings", {}).get("copy_bytes_per_s")
+    reports = _reports(recording, steps)
+    if not reports:
+        return _words("Kernels", _no_report())
     rows = [
-        {"step": name} | row
-        for name, report in _reports(recording, steps).items()
+        row
+        | {"step": name}
+        | {"megabytes": _times_as_much(row["bytes"], 1e-6), "rate": _times_as_much(row["share_of_copy"], 100)}
+        for name, report in reports.items()
         for row in metrics.kernels(report, copy, recording.sass(name))
     ]
     columns = {
         "step": "Step",
         "kernel": "Kernel",
         "time_us": "µs",
-        "bytes": "Bytes moved",
-        "share_of_copy": "Rate, share of a copy's",
+        "megabytes": "MB moved",
+        "rate": "Rate, % of a copy's",
         "registers": "Registers",
         "spill_bytes": "Spilled bytes",
         "occupancy": "Occupancy, %",
@@ -85,7 +93,7 @@ def roofline_of(recording: Recording | None, steps: Sequence[Step]) -> AltFigure
     """Every step below the ceilings of memory and arithmetic."""
     points, ceilings = _points(recording, steps)
     if not points:
-        return _nothing("Roofline")
+        return _nothing("Roofline", _no_report())
     return figures.roofline_figure(points, ceilings, recording.label)
 
 
@@ -93,7 +101,7 @@ def floors(recording: Recording | None, steps: Sequence[Step]) -> AltFigure:
     """Every step's time beside the shortest that its bytes, operations and exponentials allow."""
     points, ceilings = _points(recording, steps)
     if not points:
-        return _nothing("Time and floors")
+        return _nothing("Time and floors", _no_report())
     return figures.floors_figure(points, ceilings, recording.label)
 
 
@@ -122,7 +130,12 @@ def sass(recording: Recording | None, before: Step, after: Step, kernel: str) ->
 
 def agreement(recording: Recording | None, steps: Sequence[Step]) -> Html:
     """Every kernel's time by four tools, and how far they are apart."""
-    rows = [{"step": _name(step)} | row for step in steps if recording for row in recording.agreement(step)]
+    rows = [
+        {"step": _name(step), "percent": _times_as_much(row["spread"], 100)} | row
+        for step in steps
+        if recording
+        for row in recording.agreement(step)
+    ]
     caption = _caption(recording, "One kernel's time, four ways")
     long = [row for row in rows if row["spread"] is not None and row["ncu_us"] and row["ncu_us"] >= LONG_US]
     if long:
@@ -136,7 +149,7 @@ def agreement(recording: Recording | None, steps: Sequence[Step]) -> Html:
         "nsys_us": "Nsight Systems, µs",
         "torch_us": "torch.profiler, µs",
         "ncu_us": "Nsight Compute, µs",
-        "spread": "Spread (largest − smallest) / smallest",
+        "percent": "Spread, % of the smallest",
     }
     return table(rows, columns, caption)
 
@@ -198,6 +211,11 @@ def history(recording: Recording | None, step: Step, measured: str = "") -> Html
     return table(rows, columns, f"{content['machine']}, {content['date']}. {content['method']}")
 
 
+def _times_as_much(value: float | None, factor: float) -> float | None:
+    """A number in another unit; None stays "not measured"."""
+    return None if value is None else factor * value
+
+
 def _ratio(row: Mapping[str, Any]) -> float | None:
     """Times as fast after a change; as noted, where only that was."""
     if row["before_ms"] is None or row["after_ms"] is None:
@@ -213,13 +231,25 @@ def _figure(
     kernel: str = "",
 ) -> AltFigure:
     reports = {name: r for name, r in _reports(recording, steps).items() if not kernel or kernel in r.kernels}
-    return draw(reports, recording.label) if reports else _nothing(what)
+    return draw(reports, recording.label) if reports else _nothing(what, _no_report())
 
 
 def _reports(recording: Recording | None, steps: Sequence[Step]) -> dict[str, Report]:
-    """By the step's name; steps without a report are left out."""
-    found = {_name(step): recording.ncu(step) for step in steps} if recording else {}
+    """By the step's name; steps without a report are left out, and all where reports cannot be read here."""
+    try:
+        found = {_name(step): recording.ncu(step) for step in steps} if recording else {}
+    except ToolMissing:
+        return {}
     return {name: report for name, report in found.items() if report is not None}
+
+
+def _no_report() -> str:
+    """Why there is nothing of a report: "not measured", or what reads the reports that are there."""
+    try:
+        ncu.reader()
+    except ToolMissing:
+        return f"{NOT_MEASURED}: pip install ncu-report reads what was recorded"
+    return NOT_MEASURED
 
 
 def _points(recording: Recording | None, steps: Sequence[Step]) -> tuple[list[roofline.Point], Mapping[str, Any]]:
@@ -255,12 +285,12 @@ def _caption(recording: Recording | None, what: str) -> str:
     return f"{what}, {recording.label}" if recording else what
 
 
-def _words(what: str) -> Html:
-    return Html(f"<p>{what}: {NOT_MEASURED}</p>", f"{what}: {NOT_MEASURED}")
+def _words(what: str, why: str = NOT_MEASURED) -> Html:
+    return Html(f"<p>{what}: {why}</p>", f"{what}: {why}")
 
 
-def _nothing(what: str) -> AltFigure:
+def _nothing(what: str, why: str = NOT_MEASURED) -> AltFigure:
     fig = figure(7.2, 1.0)
-    fig.text(0.5, 0.5, f"{what}: {NOT_MEASURED}", ha="center", va="center", color=GREY, fontsize=12)
-    fig.alt = f"{what}: {NOT_MEASURED}."
+    fig.text(0.5, 0.5, f"{what}: {why}", ha="center", va="center", color=GREY, fontsize=12)
+    fig.alt = f"{what}: {why}."
     return fig
