@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 
-from kda_lab import claims, cli, native, sass
-from kda_lab.claims import CLAIMS, CONDITIONAL, CONFIRMED, NOT_MEASURED, REFUTED, Evidence
+from kda_lab import claims, cli, native, ops, sass
+from kda_lab.claims import CLAIMS, CONDITIONAL, CONFIRMED, NOT_MEASURED, REFUTED, Evidence, evidence
+from kda_lab.profiling.recorded import Recording
 
 YES, NO, IF, OPEN = CONFIRMED, REFUTED, CONDITIONAL, NOT_MEASURED
 
@@ -20,8 +22,8 @@ SYNTHETIC = {
         IF: dict(expf_extra=8, exp2f_extra=3, ex2_rebased_extra=1),
     },
     2: {
-        YES: dict(multiplied_on_host=1000, gate_elements=1000),
-        NO: dict(multiplied_on_host=1, gate_elements=1000),
+        YES: dict(computed_on_host=1000, gate_elements=1000),
+        NO: dict(computed_on_host=0, gate_elements=1000, kernels_beside=0),
     },
     3: {YES: dict(ex2_on_sm_75=0), NO: dict(ex2_on_sm_75=1)},
     4: {YES: dict(units_used=2), NO: dict(units_used=1)},
@@ -31,9 +33,9 @@ SYNTHETIC = {
         IF: dict(multiply_adds_removed=1, exponentials_in_recurrence=0),
     },
     6: {
-        YES: dict(step_1_over_step_2=1.0, gate_saving_of_step_5=0.07),
-        NO: dict(step_1_over_step_2=1.01, gate_saving_of_step_5=0.001),
-        IF: dict(step_1_over_step_2=1.3, gate_saving_of_step_5=0.001),
+        YES: dict(step_1_over_step_2=1.0, gate_alone_saves=0.0, gate_kernel_saves=0.07),
+        NO: dict(step_1_over_step_2=1.01, gate_alone_saves=-0.05, gate_kernel_saves=0.005),
+        IF: dict(step_1_over_step_2=1.3, gate_alone_saves=0.001, gate_kernel_saves=0.001),
     },
     7: {YES: dict(in_prepare=70, in_recurrence=2), NO: dict(in_prepare=70, in_recurrence=0)},
     8: {
@@ -94,9 +96,12 @@ SYNTHETIC = {
         NO: dict(steps_compared=4, steps_that_differ=1, largest_error=2e-3),
     },
     22: {
-        YES: dict(inverse_64_over_16=2.0, error_at_16=5e-3, overflowed_at_64=0.3, pairwise_error_at_64=2e-3),
-        NO: dict(inverse_64_over_16=0.5, error_at_16=5e-3, overflowed_at_64=0.0, pairwise_error_at_64=2e-3),
-        IF: dict(inverse_64_over_16=0.5, error_at_16=5e-3, overflowed_at_64=0.3, pairwise_error_at_64=2e-3),
+        YES: dict(inverse_64_over_16=2.0, noise=0.1, error_at_16=5e-3, overflowed_at_64=0.3, pairwise_error_at_64=2e-3),
+        NO: dict(inverse_64_over_16=0.5, noise=0.1, error_at_16=5e-3, overflowed_at_64=0.0, pairwise_error_at_64=2e-3),
+        IF: dict(inverse_64_over_16=0.5, noise=0.1, error_at_16=5e-3, overflowed_at_64=0.3, pairwise_error_at_64=2e-3),
+        OPEN: dict(
+            inverse_64_over_16=1.2, noise=0.3, error_at_16=5e-3, overflowed_at_64=0.3, pairwise_error_at_64=2e-3
+        ),
     },
     23: {
         YES: dict(forgetting_error=1e-5, retaining_error=1e-5, output_rounding=2e-3),
@@ -130,27 +135,20 @@ SYNTHETIC = {
         IF: dict(cases=3, smallest=0.9, smallest_beyond_one_chunk=1.2, largest=1.5),
     },
     27: {
-        YES: dict(
+        verdict: dict(
             registers_free=72,
-            registers_limited=32,
-            spill_bytes_limited=100,
-            prepare_us_free=500.0,
-            prepare_us_limited=400.0,
-        ),
-        NO: dict(
-            registers_free=72,
-            registers_limited=32,
-            spill_bytes_limited=100,
-            prepare_us_free=400.0,
-            prepare_us_limited=500.0,
-        ),
-        IF: dict(
-            registers_free=72,
-            registers_limited=72,
-            spill_bytes_limited=0,
-            prepare_us_free=500.0,
-            prepare_us_limited=400.0,
-        ),
+            registers_limited=32 if spilled else 72,
+            spill_bytes_limited=spilled,
+            prepare_us_free=free,
+            prepare_us_limited=limited,
+            noise=0.01,
+        )
+        for verdict, spilled, free, limited in (
+            (YES, 100, 500.0, 400.0),
+            (NO, 100, 400.0, 500.0),
+            (IF, 0, 500.0, 400.0),
+            (OPEN, 100, 400.0, 401.0),
+        )
     },
     28: {
         YES: dict(share_flushed=0.3, share_overflowed=0.3, pairwise_error=1.0, pairwise_over_factored_time=2.0),
@@ -193,6 +191,7 @@ def test_a_missing_number_is_not_measured(number):
 
 
 MEASURED_HERE = {
+    2: NO,
     12: NO,
     13: NO,
     14: NO,
@@ -306,13 +305,50 @@ def test_command_prints_the_ledger(capsys):
     assert "expected a number from 1 to 30" in capsys.readouterr().err
 
 
+def test_a_host_that_rewrites_the_gate_is_seen(monkeypatch):
+    def forward(inputs, step):
+        return real(inputs.with_(g=(inputs.g * 1.4427).bfloat16()), step=step)
+
+    real = ops.forward
+    monkeypatch.setattr(ops, "forward", forward)
+    assert claims.evaluate(2).verdict == CONFIRMED
+
+
+def test_waiting_is_not_counted_as_a_calls_time():
+    slept, worked = evidence.fastest_ms([lambda: time.sleep(0.02), lambda: sum(range(500_000))], 0.05)
+    assert slept < 10 < 1e3 * 0.02
+    assert worked > slept
+
+
+def test_kernels_whose_times_disagree_settle_nothing(recording, tmp_path):
+    """Claim 8 on a recording whose tools are further apart than the stages' savings."""
+    (tmp_path / "events").mkdir()
+    for step, gate in (("1_naive_exp", 900.0), ("2_rebased_ex2", 890.0)):
+        (tmp_path / "events" / f"{step}.json").write_text(json.dumps({"gate": gate, "recurrence": 10.0}))
+    recording()
+    assert claims.evaluate(8).verdict == CONFIRMED
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recording, "agreement", lambda self, step: [{"events_us": 900.0, "ncu_us": 800.0, "spread": 0.1}])
+        assert claims.evaluate(8).verdict == NOT_MEASURED
+
+
+def no_compiler(*args):
+    raise native.CompilerNotFound("nvcc is needed and was not found\nInstall it")
+
+
+@pytest.mark.parametrize(("number", "verdict"), [(1, IF), (3, NO), (4, NO), (5, IF), (7, NO), (9, NO)])
+def test_without_a_compiler_recorded_machine_code_is_counted(monkeypatch, number, verdict):
+    monkeypatch.setattr(sass, "compile_step", no_compiler)
+    finding = claims.evaluate(number)
+    assert finding.verdict == verdict
+    assert finding.sources[0].startswith("machine code for sm_")
+    assert "recorded on NVIDIA H200" in finding.sources[0]
+
+
 @pytest.mark.parametrize("number", [1, 3, 5, 7, 9, 27])
 def test_without_a_compiler_machine_code_is_not_measured(recording, monkeypatch, number):
-    def missing(*args):
-        raise native.CompilerNotFound("nvcc is needed and was not found\nInstall it")
-
     recording()
-    monkeypatch.setattr(sass, "compile_step", missing)
+    monkeypatch.setattr(sass, "compile_step", no_compiler)
     finding = claims.evaluate(number)
     assert finding.verdict == NOT_MEASURED
     assert finding.sources[0] == "nvcc is needed and was not found"

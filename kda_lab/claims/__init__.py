@@ -92,7 +92,8 @@ def summary(findings: Iterable[Finding]) -> dict[str, int]:
 
 def export(findings: Iterable[Finding]) -> dict[str, Any]:
     """The ledger as a dictionary for JSON, with the machine it was evaluated on."""
-    return {"machine": bench.machine(), "claims": [dataclasses.asdict(finding) for finding in findings]}
+    rows = [dataclasses.asdict(finding) for finding in findings]
+    return {"machine": bench.machine(bench.default_device()), "claims": rows}
 
 
 def format_table(findings: Sequence[Finding]) -> str:

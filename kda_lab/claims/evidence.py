@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -29,21 +31,45 @@ def here() -> str:
     return f"measured on {machine['cpu']}, {machine['date']}"
 
 
-def compiled(arch: str = ARCH) -> str:
-    """The label of a number that was counted in machine code just now."""
-    return f"compiled for {arch} with {_nvcc_release()}, {bench.machine()['date']}"
-
-
 def live(**numbers: Number) -> Evidence:
     return Evidence(numbers, (here(),))
 
 
-def from_code(measure: Callable[[], dict[str, Number]], names: Sequence[str], arch: str = ARCH) -> Evidence:
-    """Numbers that need nvcc and nvdisasm; all None, with the reason as the source, where they cannot be had."""
+Code = Callable[[int | str, str], dict[str, sass.Kernel]]
+"""Kernels by name of a step, or of "exp_throughput", for an architecture."""
+
+
+def compiled(arch: str = ARCH) -> str:
+    """The label of a number that was counted in machine code compiled just now."""
+    return f"compiled for {arch} with {_nvcc_release()}, {bench.machine()['date']}"
+
+
+def compile_here(step: int | str, arch: str = ARCH) -> dict[str, sass.Kernel]:
+    return sass.kernels(sass.compile_step(step, arch))
+
+
+def read_recorded(step: int | str, arch: str = ARCH) -> dict[str, sass.Kernel]:
+    """The machine code that a recording holds. Raises CompilerNotFound where none does."""
+    recording = recorded.load()
+    found = recording and recording.sass(step, "" if arch == ARCH else arch)
+    if not found:
+        raise native.CompilerNotFound(f"no recorded machine code of {step} for {arch}")
+    return found
+
+
+def from_code(measure: Callable[[Code], dict[str, Number]], names: Sequence[str], archs: str = ARCH) -> Evidence:
+    """Numbers counted in machine code: compiled here or, where nvcc or nvdisasm is missing, recorded.
+
+    Where neither is to be had all are None, with what is missing as the source.
+    """
     try:
-        return Evidence(measure(), (compiled(arch),))
+        return Evidence(measure(compile_here), (compiled(archs),))
     except native.BuildError as error:
-        return Evidence(dict.fromkeys(names), (str(error).splitlines()[0],))
+        missing = str(error).splitlines()[0]
+    try:
+        return Evidence(measure(read_recorded), (f"machine code for {archs}, {gpu_label()}",))
+    except native.BuildError:
+        return Evidence(dict.fromkeys(names), (missing,))
 
 
 def opcodes(kernel: sass.Kernel, pattern: str) -> int:
@@ -51,9 +77,9 @@ def opcodes(kernel: sass.Kernel, pattern: str) -> int:
     return sum(count for name, count in kernel.opcodes.items() if re.match(pattern, name))
 
 
-def kernel_of(step: int | str, name: str, arch: str = ARCH) -> sass.Kernel:
-    """A step's kernel compiled for the architecture; of several sizes the one for 16 tokens, or 128 channels."""
-    found = sass.kernels(sass.compile_step(step, arch))
+def kernel_of(code: Code, step: int | str, name: str, arch: str = ARCH) -> sass.Kernel:
+    """A step's kernel for the architecture; of several sizes the one for 16 tokens, or 128 channels."""
+    found = code(step, arch)
     return next(found[key] for key in (f"{name}<16>", f"{name}<128>", name) if key in found)
 
 
@@ -91,12 +117,35 @@ def stage_ms(step: int | str, inputs: Inputs, chunk: int = 16, runs: int = 9) ->
     return {name: min(samples[name]) for name in STAGES if name in samples}
 
 
-def interleaved_ms(calls: Sequence[Callable[[], Any]], rounds: int = 3) -> list[float]:
-    """Milliseconds of each call's fastest run, in turn, so that what disturbs the machine meets all of them."""
-    for call in calls:
-        call()
-    samples = [bench.time_call(call, seconds=0.0, warmup=0) for _ in range(rounds) for call in calls]
-    return [min(sum(samples[i :: len(calls)], ())) for i in range(len(calls))]
+def fastest_ms(calls: Sequence[Callable[[], Any]], seconds: float = 0.5) -> list[float]:
+    """Milliseconds of one thread's processor time in each call's fastest run, the calls in turn.
+
+    Whatever else runs on the machine can only add to a run, and its waiting is not counted: of enough runs the fastest
+    is the program's own time, on a busy machine as well.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the library shares torch's OpenMP threads
+    try:
+        for call in calls:
+            call()
+        fastest = [math.inf] * len(calls)
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or math.inf in fastest:
+            for i, call in enumerate(calls):
+                start = time.thread_time()
+                call()
+                fastest[i] = min(fastest[i], 1e3 * (time.thread_time() - start))
+        return fastest
+    finally:
+        torch.set_num_threads(threads)
+
+
+def recorded_disagreement_ms(step: int) -> float:
+    """How far four tools are apart on the time of any kernel of a step, in ms, as recorded; 0 where two did not."""
+    recording = recorded.load()
+    rows = recording.agreement(step) if recording else []
+    times = [[us for name, us in row.items() if name.endswith("_us") and us is not None] for row in rows]
+    return max((max(of_kernel) - min(of_kernel) for of_kernel in times if of_kernel), default=0.0) / 1e3
 
 
 def gpu_label() -> str:

@@ -75,13 +75,18 @@ def kernel_events(out: Path, report: Callable[[str], None]) -> None:
             report(f"{path.relative_to(out)}: {path.read_text(encoding='utf-8').strip()}")
 
 
+OTHER_CODE = (("exp_throughput", ""), ("exp_throughput", "sm_75"), (5, "sm_80"))
+"""What claims count instructions in beside the steps' code for the GPU itself ("")."""
+
+
 def code(out: Path, report: Callable[[str], None], arch: str = "sm_90a") -> None:
-    """The machine code and resources of every CUDA step's kernels for one architecture, to out/sass/<step>.json.gz."""
+    """The machine code and resources of every CUDA step's kernels for one architecture, to out/sass/<step>.json.gz,
+    and of OTHER_CODE, where another architecture is a part of the file's name."""
     (out / "sass").mkdir(parents=True, exist_ok=True)
-    for step in registry.steps():
-        if "cuda" in step.devices:
-            kernels = sass.kernels(sass.compile_step(step.number, arch))
-            content = json.dumps({name: dataclasses.asdict(kernel) for name, kernel in kernels.items()})
-            path = out / "sass" / f"{step.name}.json.gz"
-            path.write_bytes(gzip.compress(content.encode(), mtime=0))
-            report(f"{path.relative_to(out)}: {path.stat().st_size / 1e3:.0f} kB")
+    steps = [(step.number, "") for step in registry.steps() if "cuda" in step.devices]
+    for step, other in (*steps, *OTHER_CODE):
+        compiled = sass.compile_step(step, other or arch)
+        content = json.dumps({name: dataclasses.asdict(kernel) for name, kernel in sass.kernels(compiled).items()})
+        path = out / "sass" / f"{compiled.name}{other and '.'}{other}.json.gz"
+        path.write_bytes(gzip.compress(content.encode(), mtime=0))
+        report(f"{path.relative_to(out)}: {path.stat().st_size / 1e3:.0f} kB")
