@@ -221,7 +221,7 @@ def _grade(args: argparse.Namespace) -> int:
     submissions = grade.grade(args.path, seconds=args.seconds, megabytes=args.megabytes, progress=progress)
     form = grade.as_json if args.json else grade.as_csv if args.csv else grade.format_table
     print(form(submissions).rstrip())
-    return 0
+    return 1 if all(submission.failure for submission in submissions) else 0  # nothing could be graded
 
 
 def _profile(args: argparse.Namespace) -> int:
