@@ -65,11 +65,14 @@ def grade(
 ) -> list[Submission]:
     """Grades a notebook, or every notebook below a folder (such as nbgrader's ``submitted``), in order of their names.
 
-    Raises FileNotFoundError for a path that is not there, ValueError for a folder without a notebook.
+    Raises FileNotFoundError for a path that is not there, ValueError for a file that is no notebook and for a folder
+    without one.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}")
+    if path.is_file() and path.suffix != ".ipynb":
+        raise ValueError(f"{path} is not a notebook; expected a file that ends in .ipynb, or a folder of such files")
     root = path if path.is_dir() else path.parent
     notebooks = [path] if path.is_file() else sorted(path.rglob("*.ipynb"))
     notebooks = [notebook for notebook in notebooks if ".ipynb_checkpoints" not in notebook.parts]

@@ -11,12 +11,15 @@ report: tensors on the CPU end at a page that nobody may touch, and time and mem
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import io
 import json
 import math
 import mmap
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -38,6 +41,7 @@ SECONDS, MEGABYTES = 60.0, 1024  # that a step may take in all, and that it may 
 TIMED = {"cpu": {"T": 128, "H": 4}, "cuda": {"T": 8192, "H": 32}}
 
 _DEVICES = {".cpp": "cpu", ".cu": "cuda"}
+_NAMESPACES = {"cpu": f"kda::cpu::step{NUMBER}", "cuda": f"kda::step{NUMBER}"}
 _DATA = Path(__file__).parent / "data" / "own_step"
 
 
@@ -142,7 +146,8 @@ def build(path: str | Path) -> Path:
         with (csrc / "steps.def").open("a", encoding="utf-8") as steps:
             steps.write(f'KDA_STEP({NUMBER}, {SLUG}, {flag}, {chunks}, {chunks}, 0, 0, 0, "Your own", "your idea")\n')
         try:
-            return native.build(device, csrc)
+            with contextlib.redirect_stderr(io.StringIO()):  # its progress; what went wrong is in the error
+                return native.build(device, csrc)
         except native.BuildError as error:
             raise type(error)(str(error).replace(str(target), str(path)), error.log) from None
 
@@ -212,7 +217,11 @@ def _device(path: Path) -> str:
 
 # In the process with limits from here on.
 def _main(device: str, seconds: str, megabytes: str, log: str) -> None:
-    native.load(device)
+    try:
+        native.load(device)
+    except native.LibraryError as error:
+        Path(log).write_text(json.dumps({"failure": _not_defined(device, str(error))}) + "\n", encoding="utf-8")
+        return
     torch.ones(64, 64, device=device) @ torch.ones(
         64, 64, device=device
     )  # threads and libraries exist before the limit
@@ -241,6 +250,17 @@ def _main(device: str, seconds: str, megabytes: str, log: str) -> None:
             tell(failure=f"{type(error).__name__}: {error}")
         tell(done=True)
     os._exit(0)  # a damaged heap must not crash the way out
+
+
+def _not_defined(device: str, error: str) -> str:
+    """What a file lacks that compiles and cannot be loaded."""
+    missing = re.search(r"undefined symbol: \w*?(workspace_bytes|forward)", error)
+    if not missing:
+        return error
+    return (
+        f"It compiles, but does not define {missing[1]}(const KdaArgs&) in namespace {_NAMESPACES[device]}. A step "
+        "needs workspace_bytes and forward there; own_step.start('another.cpp') writes a file that has both."
+    )
 
 
 def _check(name: str, inputs: Inputs, truth: Any, device: str) -> Check:

@@ -175,3 +175,13 @@ def test_the_lecturers_guide_names_what_there_is():
     helped = subprocess.run([sys.executable, "-m", "kda_lab.cli", "--help"], capture_output=True, text=True).stdout
     for command in re.findall(r"kda-lab (\w+)", text):
         assert re.search(rf"^    {command}\b", helped, re.MULTILINE), command
+
+
+def test_what_is_no_notebook_is_said_and_fails(tmp_path, capsys):
+    script, broken = tmp_path / "answers.py", tmp_path / "broken.ipynb"
+    script.write_text("def lowest_bound(chunk, x): ...")
+    broken.write_text("{}")
+    assert cli.main(["grade", str(script)]) == 2
+    assert "answers.py is not a notebook; expected a file that ends in .ipynb" in capsys.readouterr().err
+    assert cli.main(["grade", str(broken)]) == 1
+    assert "cannot be read as a notebook" in capsys.readouterr().out

@@ -96,6 +96,20 @@ def test_compiler_speaks_of_the_readers_file(tmp_path):
     assert "step7" not in report.failure.split(str(path))[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [("", "workspace_bytes"), ("int forward;", "workspace_bytes")],
+    ids=["empty", "another namespace"],
+)
+def test_a_file_that_defines_nothing_is_told_so_in_a_sentence(tmp_path, capfd, text, missing):
+    path = tmp_path / "mine.cpp"
+    path.write_text(text)
+    report = own_step.run(path)
+    assert report.failure.startswith(f"It compiles, but does not define {missing}(const KdaArgs&) in namespace")
+    assert "Traceback" not in str(report)
+    assert capfd.readouterr() == ("", ""), "what succeeds is quiet"
+
+
 def test_start_writes_a_file_once(tmp_path):
     path = own_step.start(tmp_path / "mine.cpp")
     assert path.read_text(encoding="utf-8") == own_step.example("start").read_text(encoding="utf-8")
