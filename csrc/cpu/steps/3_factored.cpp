@@ -3,13 +3,15 @@
 // Idea       The decay between two tokens is a product of one factor per token. Give each key both factors beforehand,
 //            a few exponentials per element, and L and Mqk become plain matrix products with no exponential inside.
 // Changed    From step 2 (`kda-lab diff 2 3`): apply_decay makes k_inv = k_hat 2^-G, and form_L_and_Mqk multiplies
-//            matrices. q_hat and k_hat need not be kept. Nothing else differs.
+//            matrices. q_hat and k_hat need not be kept; what may be small in q_hat waits for the output (Numerics).
 // Profiler   form_L_and_Mqk shrinks from the largest range to a small one: no call is left in its loop, so it becomes
 //            vector code. On a GPU the same change lets tensor cores in. What remains is recurrence.
 // Cost       Per token and head, D = K = V: 6 D^2 + 2 C D FLOP in matrix products and 5 D exponentials, whatever C is.
 // Numerics   2^-G overflows where G in base 2 falls below -128, and 2^G is then 0: |lower_bound| * C may not exceed 87
 //            in fp32. At C = 16 a bound of -5 is fine and -6 gives NaN. Within the limit factoring costs two
-//            roundings: the rounding error of G cancels, because both factors see the same stored G.
+//            roundings: the rounding error of G cancels, because both factors see the same stored G. A small scale
+//            or a query that 1e-6 shortens would underflow together with 2^G, before 2^-G lifts them: both multiply
+//            the output's row instead.
 #include <math.h>
 
 #include "../common/arena.h"
@@ -25,7 +27,8 @@ struct Tile {
   float* g_cumsum_log2;  // [C, K]  G_i: the log2-decay from the start of the chunk up to and including token i
 
   float* beta;         // [C]
-  float* q_decayed;    // [C, K]  scale * q / |q|, decayed since the chunk began
+  float* out_scale;    // [C]  scale, times what 1e-6 leaves of the length of q / |q|
+  float* q_decayed;    // [C, K]  q / |q|, decayed since the chunk began
   float* k_decayed;    // [C, K]  k / |k|, decayed since the chunk began
   float* k_inv;        // [C, K]  k / |k| * 2^-G: large where G is low
   float* k_restored;   // [C, K]  k / |k|, decayed until the chunk ends
@@ -36,8 +39,9 @@ struct Tile {
 
   static Tile place(const KdaArgs& args, Arena& arena) {
     const int64_t C = args.chunk, K = args.K;
-    return {arena.floats(C, K), arena.floats(C), arena.floats(C, K), arena.floats(C, K), arena.floats(C, K),
-            arena.floats(C, K), arena.floats(K), arena.floats(C, C), arena.floats(C, C), arena.floats(C, C)};
+    return {arena.floats(C, K), arena.floats(C),    arena.floats(C),    arena.floats(C, K),
+            arena.floats(C, K), arena.floats(C, K), arena.floats(C, K), arena.floats(K),
+            arena.floats(C, C), arena.floats(C, C), arena.floats(C, C)};
   }
 };
 
@@ -85,12 +89,13 @@ void apply_decay(const KdaArgs& args, const Chunk& chunk, int64_t h, const Tile&
   for (int64_t i = 0; i < chunk.tokens; ++i) {
     const bf16* q = token(args.q, args, K, chunk.first_row + i, h);
     const bf16* k = token(args.k, args, K, chunk.first_row + i, h);
-    const float q_scale = static_cast<float>(args.scale) * reciprocal_norm(q, K);
+    const Norm q_norm = norm(q, K, sum_of_squares(q, K));
     const float k_scale = reciprocal_norm(k, K);
+    tile.out_scale[i] = static_cast<float>(args.scale) * q_norm.length;
     for (int64_t d = 0, at = i * K; d < K; ++d, ++at) {
       const float decay = exp2f(tile.g_cumsum_log2[at]);
       const float k_hat = k_scale * k[d];
-      tile.q_decayed[at] = q_scale * q[d] * decay;
+      tile.q_decayed[at] = q_norm.reciprocal * q[d] * decay;
       tile.k_decayed[at] = k_hat * decay;
       tile.k_inv[at] = k_hat * exp2f(-tile.g_cumsum_log2[at]);
       tile.k_restored[at] = k_hat * exp2f(g_total_log2[d] - tile.g_cumsum_log2[at]);
@@ -149,7 +154,7 @@ void correct_values(const KdaArgs& args, const Chunk& chunk, int64_t h, const Ti
   }
 }
 
-// out = q_decayed S^T + Mqk U: from the tokens before this chunk, and from those in it.
+// out = out_scale (q_decayed S^T + Mqk U): from the tokens before this chunk, and from those in it.
 void write_output(const KdaArgs& args, const Chunk& chunk, int64_t h, const Tile& tile, const Head& head) {
   const int64_t C = args.chunk, K = args.K;
   for (int64_t v = 0; v < args.V; ++v) {
@@ -160,7 +165,7 @@ void write_output(const KdaArgs& args, const Chunk& chunk, int64_t h, const Tile
 #pragma omp simd reduction(+ : sum)
       for (int64_t d = 0; d < K; ++d) sum += tile.q_decayed[i * K + d] * S[d];
       for (int64_t j = 0; j <= i; ++j) sum += tile.Mqk[i * C + j] * U[j];
-      token(args.out, args, args.V, chunk.first_row + i, h)[v] = bf16(sum);
+      token(args.out, args, args.V, chunk.first_row + i, h)[v] = bf16(tile.out_scale[i] * sum);
     }
   }
 }

@@ -36,7 +36,8 @@ int64_t value_blocks(const KdaArgs& args) { return (args.V + kBlock - 1) / kBloc
 // What prepare hands to recurrence for one chunk and head, fp32. Tokens past the end of a sequence and channels past K
 // (Kp = K rounded up) are zeros, which change nothing, so no loop needs a tail.
 struct Tile {
-  float* q_decayed;    // [16, Kp]  scale * q / |q| * 2^G
+  float* out_scale;    // [16]      scale, times what 1e-6 leaves of the length of q / |q|
+  float* q_decayed;    // [16, Kp]  q / |q| * 2^G
   float* k_decayed;    // [16, Kp]  k / |k| * 2^G
   float* k_restored;   // [16, Kp]  k / |k| * 2^(G_C - G)
   float* total_decay;  // [Kp]      2^G_C
@@ -45,8 +46,8 @@ struct Tile {
 
   static Tile place(const KdaArgs& args, Arena& arena) {
     const int64_t Kp = padded_K(args);
-    return {arena.floats(kChunk, Kp), arena.floats(kChunk, Kp),     arena.floats(kChunk, Kp),
-            arena.floats(Kp),         arena.floats(kChunk, kChunk), arena.floats(kChunk, kChunk)};
+    return {arena.floats(kChunk), arena.floats(kChunk, Kp),     arena.floats(kChunk, Kp),    arena.floats(kChunk, Kp),
+            arena.floats(Kp),     arena.floats(kChunk, kChunk), arena.floats(kChunk, kChunk)};
   }
 };
 
@@ -64,7 +65,7 @@ struct Head {
 
 // What prepare keeps for one chunk and head while it works, all in the L1 cache.
 struct Scratch {
-  float q_scale[kChunk];      // scale / |q|; 0 past the end of the sequence
+  float q_scale[kChunk];      // 1 / |q|; 0 past the end of the sequence
   float k_scale[kChunk];      // 1 / |k|
   float beta[kChunk];         // sigmoid(beta)
   Vec g_cumsum_log2[kChunk];  // [16, kLanes]  kLanes channels at a time
@@ -106,12 +107,10 @@ inline __attribute__((always_inline)) void multiply_add_lower(Vec (&acc)[ROWS][V
 Vec sigmoid_log2(Vec x_log2) { return 1.0f / (1.0f + exp2(-x_log2)); }
 
 // What needs all of K: the norms; and beta.
-void normalize(const KdaArgs& args, const Chunk& chunk, int64_t h, Scratch& scratch) {
-  const auto norm = [&](const bf16* x) {
-    Vec squares = {};
-    for (int64_t d = 0; d < args.K; d += kLanes)
-      squares += load_first(x + d, args.K - d) * load_first(x + d, args.K - d);
-    return sqrtf(sum_of_lanes(squares) + 1e-6f);
+void normalize(const KdaArgs& args, const Chunk& chunk, int64_t h, const Tile& tile, Scratch& scratch) {
+  const auto norm_of = [&](const void* tensor, int64_t row) {
+    const bf16* x = token(tensor, args, args.K, row, h);
+    return norm(x, args.K, sum_of_squares(x, args.K));
   };
   for (int64_t i = 0; i < chunk.tokens; ++i) {  // rows of a head are far apart: ask for all before the first is needed
     for (const void* tensor : {args.q, args.k, args.g}) {
@@ -122,9 +121,11 @@ void normalize(const KdaArgs& args, const Chunk& chunk, int64_t h, Scratch& scra
   for (int64_t i = 0; i < kChunk; ++i) {
     const bool is_token = i < chunk.tokens;
     const int64_t row = chunk.first_row + i;
-    scratch.q_scale[i] = is_token ? static_cast<float>(args.scale) / norm(token(args.q, args, args.K, row, h)) : 0.0f;
-    scratch.k_scale[i] = is_token ? 1.0f / norm(token(args.k, args, args.K, row, h)) : 0.0f;
+    const Norm q = is_token ? norm_of(args.q, row) : Norm{}, k = is_token ? norm_of(args.k, row) : Norm{};
+    scratch.q_scale[i] = q.reciprocal;
+    scratch.k_scale[i] = k.reciprocal * k.length;
     scratch.beta[i] = is_token ? 1.0f / (1.0f + expf(-*token(args.beta, args, 1, row, h))) : 0.0f;
+    tile.out_scale[i] = static_cast<float>(args.scale) * q.length;
   }
 }
 
@@ -208,7 +209,7 @@ void prepare(const KdaArgs& args, const Chunk& chunk, int64_t h, const Tile& til
   Scratch scratch;
   std::fill_n(scratch.L, kChunk * kChunk, 0.0f);
   std::fill_n(tile.Mqk, kChunk * kChunk, 0.0f);
-  normalize(args, chunk, h, scratch);
+  normalize(args, chunk, h, tile, scratch);
   for (int64_t d = 0; d < Kp; d += kLanes) {
     activate_gate(args, chunk, h, d, scratch);
     accumulate_gate(scratch);
@@ -249,7 +250,7 @@ void correct_values(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t 
   }
 }
 
-// out = q_decayed S + Mqk U
+// out = out_scale (q_decayed S + Mqk U)
 void write_output(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t v, const Tile& tile, const float* S,
                   const float* U) {
   const int64_t Kp = padded_K(args);
@@ -262,21 +263,21 @@ void write_output(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t v,
       bf16* out = token(args.out, args, args.V, chunk.first_row + i + r, h);
       for (int c = 0; c < 2; ++c) {
         const int64_t at = v + c * kLanes;
-        if (at < args.V) store_first(out + at, acc[r][c], args.V - at);
+        if (at < args.V) store_first(out + at, tile.out_scale[i + r] * acc[r][c], args.V - at);
       }
     }
   }
 }
 
-// S = diag(total_decay) S + k_restored^T U
-void update_state(const KdaArgs& args, const Tile& tile, float* S, const float* U) {
+// S = diag(total_decay) S + k_restored^T U, from the chunk's tokens only: U has NaN past an infinite one.
+void update_state(const KdaArgs& args, const Chunk& chunk, const Tile& tile, float* S, const float* U) {
   const int64_t Kp = padded_K(args);
   for (int64_t d = 0; d < Kp; d += kTileRows) {
     Vec acc[kTileRows][2];
     for (int r = 0; r < kTileRows; ++r) {
       for (int c = 0; c < 2; ++c) acc[r][c] = load(S + (d + r) * kBlock + c * kLanes) * tile.total_decay[d + r];
     }
-    multiply_add(acc, tile.k_restored + d, 1, Kp, U, kBlock, kChunk);
+    multiply_add(acc, tile.k_restored + d, 1, Kp, U, kBlock, chunk.tokens);
     for (int r = 0; r < kTileRows; ++r) {
       for (int c = 0; c < 2; ++c) store(S + (d + r) * kBlock + c * kLanes, acc[r][c]);
     }
@@ -288,7 +289,7 @@ void recurrence(const KdaArgs& args, const Chunk& chunk, int64_t h, int64_t v, c
   float U[kChunk * kBlock];
   correct_values(args, chunk, h, v, tile, S, U);
   write_output(args, chunk, h, v, tile, S, U);
-  update_state(args, tile, S, U);
+  update_state(args, chunk, tile, S, U);
 }
 
 // Chunks of each sequence that prepare does before recurrence takes over. More would push their matrices out of the
