@@ -29,7 +29,7 @@ _GATE_LOGITS = {
     "mixed": (-4.0, 2.0),
     "retain": (-8.0, 1.0),
 }  # mean, std
-_TOKENS, _HEADS, _SIZE = 48, 4, 64  # of the measured problem; tokens are rounded up to whole chunks
+_TOKENS, _HEADS, SIZE = 48, 4, 64  # of the measured problem; tokens are rounded up to whole chunks, SIZE is K and V
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ def explore(
         raise ValueError(f"chunk is {chunk}; expected 8, 16, 32 or 64")
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
-    inputs = _problem(lower_bound, chunk, A_log, dt_bias, gate)
+    inputs = problem(lower_bound, chunk, A_log, dt_bias, gate)
 
     _, k_hat, g, _ = reference.activate(inputs)  # [T, H, K]
     g_cumsum = g.reshape(-1, chunk, *g.shape[1:]).cumsum(axis=1)
@@ -212,14 +212,24 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _problem(lower_bound: float, chunk: int, A_log: float, dt_bias: float, gate: str | tuple[float, float]) -> Inputs:
-    """A small problem whose gate has the wanted distribution; its bf16 g is rounded like any other input."""
+def problem(
+    lower_bound: float,
+    chunk: int = 16,
+    A_log: float = 0.0,
+    dt_bias: float = 0.0,
+    gate: str | tuple[float, float] = "saturated",
+    size: int = SIZE,
+) -> Inputs:
+    """The small problem that `explore` measures its errors on: a gate of the wanted distribution, K = V = size.
+
+    Its bf16 g is rounded like any other input. Raises ValueError for an unknown gate.
+    """
     if isinstance(gate, str):
         if gate not in _GATE_LOGITS:
             raise ValueError(f"gate is {gate!r}; expected (mean, std) or one of {', '.join(GATES)}")
         gate = _GATE_LOGITS[gate]
     mean, std = gate
-    base = _base_problem(-(-_TOKENS // chunk) * chunk)
+    base = _base_problem(-(-_TOKENS // chunk) * chunk, size)
     return base.with_(
         lower_bound=lower_bound,
         g=(mean + std * base.g.float()).bfloat16(),
@@ -229,9 +239,9 @@ def _problem(lower_bound: float, chunk: int, A_log: float, dt_bias: float, gate:
 
 
 @cache
-def _base_problem(tokens: int) -> Inputs:
+def _base_problem(tokens: int, size: int) -> Inputs:
     """What no slider changes; the "forget" regime's gate logits are N(0, 1)."""
-    return make_inputs(T=tokens, H=_HEADS, K=_SIZE, V=_SIZE, regime="forget")
+    return make_inputs(T=tokens, H=_HEADS, K=size, V=size, regime="forget")
 
 
 def _error_text(error: float | None) -> str:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from kda_lab import numeric_range, ops
+from kda_lab import numeric_range, ops, reference, rounding
+from kda_lab.compare import relative_rms
 from kda_lab.inputs import Result
 from kda_lab.numeric_range import explore
 
@@ -27,7 +28,7 @@ def test_the_limits_of_bf16(chunk: int, flush: float, overflow: float) -> None:
 @pytest.mark.parametrize("lower_bound", [-0.6, -1.2, -5.45, -5.5, -6.0, -20.0, 3.0])
 def test_shares_are_those_of_the_format_itself(lower_bound: float, gate: str, dtype: str) -> None:
     report = explore(lower_bound, dtype=dtype, gate=gate, errors=False)
-    inputs = numeric_range._problem(lower_bound, 16, 0.0, 0.0, gate)
+    inputs = numeric_range.problem(lower_bound, 16, 0.0, 0.0, gate)
     g = lower_bound * torch.sigmoid(inputs.g[0].double())
     g_cumsum = g.view(3, 16, *g.shape[1:]).cumsum(1)
     assert report.g_cumsum_min == pytest.approx(float(g_cumsum.min()), rel=1e-9)
@@ -45,7 +46,7 @@ def test_shares_are_those_of_the_format_itself(lower_bound: float, gate: str, dt
     ("lower_bound", "dtype"), [(-5.3, "bf16"), (-5.45, "bf16"), (-5.5, "fp32"), (-0.6, "fp16"), (-0.9, "fp16")]
 )
 def test_the_share_of_k_decayed_that_loses_bits(lower_bound: float, dtype: str) -> None:
-    inputs = numeric_range._problem(lower_bound, 16, 0.0, 0.0, "saturated")
+    inputs = numeric_range.problem(lower_bound, 16, 0.0, 0.0, "saturated")
     k_hat = torch.nn.functional.normalize(inputs.k[0].double(), dim=-1)
     decay = torch.exp(lower_bound * torch.arange(1, 17).double()).repeat(3)[:, None, None]
     info = torch.finfo(numeric_range.DTYPES[dtype])
@@ -160,3 +161,14 @@ def test_any_setting_can_be_described(lower_bound: float, chunk: int) -> None:
 def test_wrong_arguments_are_named(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         explore(**arguments)
+
+
+def test_the_problem_is_the_one_whose_errors_are_reported() -> None:
+    """A lesson that looks further at -5.45 looks at the same numbers; more channels make the same bound worse."""
+    report, errors = explore(-5.45), []
+    for size in (numeric_range.SIZE, 2 * numeric_range.SIZE):
+        inputs = numeric_range.problem(-5.45, size=size)
+        assert inputs.K == inputs.V == size
+        errors.append(relative_rms(rounding.forward(inputs).out, reference.recurrent(inputs).out))
+    assert errors[0] == pytest.approx(report.mirror_error, rel=1e-6)
+    assert errors[1] > errors[0]
