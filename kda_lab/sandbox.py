@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +54,12 @@ class Outcome:
 def run(arguments: Sequence[str], *, seconds: float, env: Mapping[str, str] | None = None) -> Outcome:
     """Runs ``python arguments...`` in a session of its own, with `env` added, and ends all that is left of it.
 
-    The process calls :func:`limit` itself once its imports are done; `seconds` is what it allows there.
+    The process calls :func:`limit` itself once its imports are done; `seconds` is what it allows there. What it started
+    ends with it; without /proc, as on macOS, a process that moved to another session does not.
     """
     command = [sys.executable, *arguments]
-    environment = {**os.environ, "PYTHONFAULTHANDLER": "0", **(env or {})}
+    mark = f"KDA_LAB_SANDBOX_{uuid.uuid4().hex}"  # a name of its own, so that a sandbox inside a sandbox has both
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "0", mark: "1", **(env or {})}
     root = str(Path(__file__).resolve().parents[1])  # this kda_lab, wherever the process starts
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     with tempfile.TemporaryFile() as printed:
@@ -71,10 +75,23 @@ def run(arguments: Sequence[str], *, seconds: float, env: Mapping[str, str] | No
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            while _kill_marked(mark):
+                time.sleep(0.01)
         printed.seek(max(0, printed.seek(0, os.SEEK_END) - _TEXT))
         text = printed.read().decode(errors="replace")
     timed_out = timed_out or process.returncode == -signal.SIGALRM
     return Outcome(process.returncode, timed_out, seconds, text)
+
+
+def _kill_marked(mark: str) -> bool:
+    """Kills the processes that inherited this variable, also those that left the session; whether there were any."""
+    found = False
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            if mark.encode() in environment.read_bytes():
+                os.kill(int(environment.parent.name), signal.SIGKILL)
+                found = True
+    return found
 
 
 def limit(seconds: float, megabytes: int) -> None:
