@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
@@ -50,13 +51,16 @@ def moved_bytes_figure(moves: Mapping[str, Sequence[Move]], measured: Mapping[st
     return fig
 
 
-def memory_figure(H: int = 96, head_size: int = 128) -> AltFigure:
-    """The memories of an H200 by size, beside what has to go somewhere: one chunk, one state, all states."""
-    memories = {  # bytes of the whole GPU: 132 multiprocessors (NVIDIA's data sheet and programming guide)
-        "registers": 132 * REGISTER_BYTES,
-        "shared memory": 132 * SHARED_BYTES_PER_CTA,
-        "L2 cache": 50 * 1024**2,
-        "device memory": 141 * 1024**3,
+def memory_figure(machine: Mapping[str, Any], H: int = 96, head_size: int = 128) -> AltFigure:
+    """The memories of a GPU by size, beside what has to go somewhere: one chunk, one state, all states.
+
+    machine: a recording's, of compute capability 9.0: "gpu", "multiprocessors", "l2_bytes", "memory_bytes".
+    """
+    memories = {  # bytes of the whole GPU
+        "registers": machine["multiprocessors"] * REGISTER_BYTES,
+        "shared memory": machine["multiprocessors"] * SHARED_BYTES_PER_CTA,
+        "L2 cache": machine["l2_bytes"],
+        "device memory": machine["memory_bytes"],
     }
     state = head_size * head_size * 4
     wanted = {"one chunk of one head": 4 * 16 * head_size * 2, "one state": state, f"{H} states": H * state}
@@ -71,9 +75,10 @@ def memory_figure(H: int = 96, head_size: int = 128) -> AltFigure:
         axes.text(size, -1.3 + 0.4 * i, f"  {name}, {_size(size)}", va="bottom", fontsize=9)
     axes.set(yticks=range(len(memories)), yticklabels=list(memories), xlim=(4e3, 2e13), xlabel="bytes (log scale)")
     axes.set_ylim(len(memories) - 0.5, -1.8)
+    axes.set_title(machine["gpu"], loc="left", fontsize=11)
     _clean(axes)
     sizes = ", ".join(f"{name} {_size(size)}" for name, size in (memories | wanted).items())
-    fig.alt = f"Memories of one GPU, and what a kernel would keep in them: {sizes}."
+    fig.alt = f"Memories of one {machine['gpu']}, and what a kernel would keep in them: {sizes}."
     return fig
 
 
@@ -119,7 +124,9 @@ def describe_residency(fits: Residency) -> str:
     if fits.ctas == 0:
         return f"not even one CTA fits, for its {fits.limited_by}"
     ctas = "1 CTA" if fits.ctas == 1 else f"{fits.ctas} CTAs"
-    return f"at most {ctas} on a multiprocessor, limited by {fits.limited_by}: occupancy {fits.occupancy:.0%}"
+    counted = "of these pieces alone" if fits.compiled_registers is None else f"{fits.compiled_registers} a thread"
+    limit = fits.limited_by.replace("registers", f"registers ({counted})")
+    return f"at most {ctas} on a multiprocessor, limited by {limit}: occupancy {fits.occupancy:.0%}"
 
 
 def rounding_figure(errors: Mapping[str, tuple[float, float]], title: str = "") -> AltFigure:
