@@ -2,7 +2,7 @@
 
     moves(5)                          # bytes a token and head: what each kernel reads and writes in device memory
     on_chip("5 recurrence")           # what one CTA holds in registers and shared memory
-    residency("5 recurrence")         # how many such CTAs a multiprocessor can hold at most, and why no more
+    residency("5 recurrence", registers=217)  # how many such CTAs a multiprocessor can hold at most, and why no more
 
 K = V = `head_size`. The compiled steps run chunk 16 and head sizes 64 and 128; other values say what the same layout
 would need. What a profiler measured is kda_lab.profiling's business.
@@ -21,6 +21,7 @@ BF16, FP32 = 2, 4  # bytes
 # One multiprocessor of compute capability 9.0 (CUDA C++ Programming Guide, "Technical specifications").
 REGISTER_BYTES = 65536 * 4
 MAX_REGISTERS_PER_THREAD = 255
+REGISTER_UNIT = 8  # registers of a thread are given out in this many at a time
 SHARED_BYTES = 228 * 1024
 SHARED_BYTES_PER_CTA = 227 * 1024
 RESERVED_BYTES_PER_CTA = 1024  # of shared memory, by the system
@@ -53,9 +54,10 @@ class Residency:
     """How many CTAs of a kernel one multiprocessor can hold at most."""
 
     ctas: int
-    limited_by: str  # "shared memory", "registers", "threads", "CTAs"
+    limited_by: str  # "shared memory", "registers", "threads", "CTAs"; all that are equally tight, joined by "and"
     threads: int  # of a CTA
     registers_per_thread: int  # that the named pieces take; indices, addresses and temporaries come on top
+    compiled_registers: int | None  # of a thread, all in all, where they were given
 
     @property
     def occupancy(self) -> float:
@@ -109,20 +111,26 @@ def on_chip(kernel: str, chunk: int = 16, head_size: int = 128) -> list[Piece]:
     return _layout(kernel).pieces(chunk, head_size)
 
 
-def residency(kernel: str, chunk: int = 16, head_size: int = 128) -> Residency:
-    """How many CTAs fit on a multiprocessor at most: 0 where not even one does."""
+def residency(kernel: str, chunk: int = 16, head_size: int = 128, registers: int | None = None) -> Residency:
+    """How many CTAs fit on a multiprocessor at most: 0 where not even one does.
+
+    registers: of a thread, as compiled (kda_lab.profiling.views.registers). None: the named pieces alone are counted,
+    and more CTAs seem to fit than do.
+    """
     threads, holders = _layout(kernel).threads(head_size)
     held = {place: sum(p.bytes for p in on_chip(kernel, chunk, head_size) if p.where == place) for place in PLACES}
-    registers = -(-held["registers"] // (4 * holders))
+    named = -(-held["registers"] // (4 * holders))
+    taken = held["registers"] if registers is None else 4 * threads * -(-registers // REGISTER_UNIT) * REGISTER_UNIT
     shared = held["shared memory"] + RESERVED_BYTES_PER_CTA
     limits = {
         "shared memory": SHARED_BYTES // shared if held["shared memory"] <= SHARED_BYTES_PER_CTA else 0,
-        "registers": REGISTER_BYTES // held["registers"] if registers <= MAX_REGISTERS_PER_THREAD else 0,
+        "registers": REGISTER_BYTES // taken if named <= MAX_REGISTERS_PER_THREAD else 0,
         "threads": MAX_THREADS // threads,
         "CTAs": MAX_CTAS,
     }
-    tightest = min(limits, key=limits.__getitem__)
-    return Residency(limits[tightest], tightest, threads, registers)
+    fewest = min(limits.values())
+    tightest = " and ".join(name for name, ctas in limits.items() if ctas == fewest)
+    return Residency(fewest, tightest, threads, named, registers)
 
 
 PLACES = ("registers", "shared memory")

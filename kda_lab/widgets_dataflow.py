@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kda_lab import dataflow, plots_gpu
 from kda_lab.controls import Drawn, Explorer, button, choice, sizes, wrapped
+from kda_lab.profiling import recorded, views
 from kda_lab.show import png
 
 CHUNKS, HEAD_SIZES = (16, 32, 48, 64), (64, 128, 192, 256)
@@ -45,12 +46,15 @@ PRESETS = ("4 fused", "5 prepare", "5 recurrence", "6 recurrence")
 
 
 def draw(kernel: str, chunk: int, head_size: int) -> Drawn:
-    pieces, fits = dataflow.on_chip(kernel, chunk, head_size), dataflow.residency(kernel, chunk, head_size)
+    compiled = chunk == 16 and head_size in (64, 128)
+    registers = views.registers(recorded.load(), kernel, head_size) if compiled else None
+    pieces, fits = dataflow.on_chip(kernel, chunk, head_size), dataflow.residency(kernel, chunk, head_size, registers)
     fig = plots_gpu.on_chip_figure(kernel, pieces, fits, f"chunk {chunk}, head size {head_size}")
     lines = [f"{kernel}, chunk {chunk}, head size {head_size}: {plots_gpu.describe_residency(fits)}."]
     for place in dataflow.PLACES:
         held = ", ".join(f"{p.name} {p.bytes / 1024:,.4g} KB" for p in pieces if p.where == place)
         lines.append(f"In {place}: {held}.")
-    lines.append(f"{fits.threads} threads; these pieces take {fits.registers_per_thread} registers of a thread.")
-    lines.append(COMPILED if chunk == 16 and head_size in (64, 128) else HYPOTHETICAL)
+    line = f"{fits.threads} threads; these pieces take {fits.registers_per_thread} registers of a thread"
+    lines.append(f"{line}." if registers is None else f"{line}, and all there is to hold takes {registers}.")
+    lines.append(COMPILED if compiled else HYPOTHETICAL)
     return Drawn(png(fig), fig.alt, "\n".join(lines))

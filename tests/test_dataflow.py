@@ -9,7 +9,7 @@ import pytest
 from kda_lab import bench, dataflow, registry
 from kda_lab.inputs import make_inputs
 from kda_lab.native import CompilerNotFound, csrc_dir, find_nvcc
-from kda_lab.profiling import recorded, views
+from kda_lab.profiling import metrics, recorded, views
 
 CUDA_STEPS = [step.number for step in registry.steps() if "cuda" in step.devices]
 TYPES = {
@@ -91,6 +91,37 @@ def test_residency_is_the_tightest_limit():
     held = sum(p.bytes for p in dataflow.on_chip("5 prepare") if p.where == "shared memory")
     assert one.ctas == 228 * 1024 // (held + 1024)
     assert one.occupancy == one.ctas * 128 / 2048
+
+
+@pytest.mark.parametrize("kernel", dataflow.kernels())
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_registers_are_recorded_of_every_kernel(kernel, head_size):
+    """A kernel that the recording does not know would seem to fit more often than it does."""
+    if (kernel, head_size) == ("6 recurrence, split", 64):
+        pytest.skip("a head size of 64 is not split: it is one warpgroup's")
+    registers = views.registers(recorded.load(), kernel, head_size)
+    fits = dataflow.residency(kernel, 16, head_size, registers)
+    assert fits.compiled_registers == registers > 0
+    assert fits.ctas <= dataflow.residency(kernel, 16, head_size).ctas
+    assert views.registers(None, kernel, head_size) is None
+
+
+@pytest.mark.parametrize(("kernel", "step"), [("4 fused", 4), ("5 prepare", 5), ("5 recurrence", 5), ("6 prepare", 6)])
+@pytest.mark.ncu_report
+def test_residency_is_what_the_profiler_reports(kernel, step):
+    recording = recorded.load()
+    occupancy = metrics.occupancy(recording.ncu(step), kernel.split()[1])
+    fits = dataflow.residency(kernel, registers=views.registers(recording, kernel))
+    assert fits.ctas == min(occupancy["blocks_per_multiprocessor"].values())
+    assert fits.occupancy == pytest.approx(occupancy["possible"] / 100)
+    assert occupancy["limited_by"] in fits.limited_by
+
+
+def test_registers_are_given_out_in_eights_and_ties_are_named():
+    # 80 of 128 threads: 6 CTAs of 65,536 registers; 81 count as 88, so 5
+    assert [dataflow.residency("6 prepare", registers=n).ctas for n in (80, 81)] == [6, 5]
+    assert dataflow.residency("6 prepare", registers=80).limited_by == "registers"
+    assert dataflow.residency("6 recurrence", registers=168).limited_by == "shared memory and registers"
 
 
 def test_what_does_not_fit_says_why():

@@ -9,7 +9,7 @@ import pytest
 
 from kda_lab import dataflow, expforms, plots_gpu, rounding
 from kda_lab.native import CompilerNotFound
-from kda_lab.profiling import recorded
+from kda_lab.profiling import recorded, views
 from kda_lab.rounding import Rounding
 from kda_lab.widgets_dataflow import DataflowExplorer
 from kda_lab.widgets_exponent import ExponentExplorer
@@ -111,7 +111,7 @@ def test_recorded_instructions_are_those_of_this_source(name):
 
 def test_sizes_move_picture_and_words():
     explorer = DataflowExplorer()
-    assert "at most 2 CTAs" in explorer.status.value
+    assert "at most 1 CTA on a multiprocessor, limited by registers (186 a thread)" in explorer.status.value
     explorer.head_size.value = 256
     assert "not even one CTA fits, for its registers" in explorer.status.value
     assert "head size 256" in alt(explorer)
@@ -132,7 +132,8 @@ def test_presets_show_a_kernel_as_compiled():
 def test_the_static_twin_says_what_the_explorer_says(kernel):
     explorer = DataflowExplorer()
     explorer.kernel.value = kernel
-    pieces, fits = dataflow.on_chip(kernel), dataflow.residency(kernel)
+    registers = views.registers(recorded.load(), kernel)
+    pieces, fits = dataflow.on_chip(kernel), dataflow.residency(kernel, registers=registers)
     assert plots_gpu.on_chip_figure(kernel, pieces, fits, "chunk 16, head size 128").alt == alt(explorer)
 
 
@@ -144,7 +145,13 @@ def test_moved_bytes_are_drawn_with_what_was_measured():
 
 
 def test_the_memories_are_named_with_their_sizes():
-    assert "one state 64 KB, 96 states 6 MB" in plots_gpu.memory_figure().alt
+    machine = {"gpu": "GPU of a test", "multiprocessors": 2, "l2_bytes": 3 * 2**20, "memory_bytes": 2**30}
+    found = plots_gpu.memory_figure(machine).alt
+    assert "one GPU of a test" in found
+    assert "registers 512 KB" in found
+    assert "L2 cache 3 MB, device memory 1 GB" in found
+    assert "one state 64 KB, 96 states 6 MB" in found
+    assert "not measured" in views.memories(None).alt
 
 
 # ---- rounding microscope

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kda_lab import registry
+from kda_lab import plots_gpu, registry
 from kda_lab.plots import GREY, AltFigure, error_by_regime_figure, figure
 from kda_lab.profiling import evidence, figures, metrics, ncu, roofline, sass_view
 from kda_lab.profiling.ncu import Report
@@ -195,6 +195,23 @@ def moved(recording: Recording | None, steps: Sequence[Step]) -> dict[str, float
     tokens_and_heads = math.prod(evidence.TEACHING_SHAPE[size] for size in "BTH")
     points, _ = _points(recording, steps)
     return {point.name: point.bytes / tokens_and_heads for point in points}
+
+
+def registers(recording: Recording | None, kernel: str, head_size: int = 128) -> int | None:
+    """Registers of a thread, as recorded, of a kernel of kda_lab.dataflow such as "5 prepare"; None: not recorded."""
+    step, name = kernel.removesuffix(", split").split()
+    code = (recording.sass(int(step)) if recording else None) or {}
+    warpgroups = f", {1 if kernel.endswith('split') else head_size // 64}" if kernel.startswith("6 recurrence") else ""
+    found = code.get(f"{name}<{head_size}{warpgroups}>")
+    return None if found is None else found.registers
+
+
+def memories(recording: Recording | None, H: int = 96) -> AltFigure:
+    """The memories of the recorded GPU by size, beside what of a step has to go somewhere."""
+    machine = recording.machine if recording else {}
+    if "l2_bytes" not in machine:
+        return _nothing("Memories of a GPU")
+    return plots_gpu.memory_figure(machine, H)
 
 
 def history(recording: Recording | None, step: Step, measured: str = "") -> Html:
