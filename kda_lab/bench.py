@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
+import os
 import platform
 import statistics
 import subprocess
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +122,50 @@ def _sample_cuda(call: Callable[[], Any], count: int) -> tuple[float, ...]:
         end.record()
     torch.cuda.synchronize()
     return tuple(start.elapsed_time(end) for start, end in events)
+
+
+STAGES = ("activate_gate", "accumulate_gate", "apply_decay", "form_L_and_Mqk", "invert_unit_lower", "recurrence")
+"""Ranges of the CPU steps 1 to 3. "recurrence" is what happens chunk after chunk."""
+
+
+def stage_ms(step: int | str, inputs: Inputs, chunk: int = 16, runs: int = 9) -> dict[str, float]:
+    """Milliseconds of each of STAGES of a CPU step in the fastest of some runs, from the ranges it opens to profilers.
+
+    Raises what ops.forward raises for the step and chunk; lower_bound is not checked.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler announces its start and stop
+    call = partial(ops.forward, inputs, step=step, chunk=chunk, allow_unsafe=True)
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        for _ in range(runs):
+            call()
+    samples: dict[str, list[float]] = {}
+    for event in profiled.events():
+        samples.setdefault(event.name, []).append(event.cpu_time_total / 1e3)
+    return {name: min(samples[name]) for name in STAGES if name in samples}
+
+
+def fastest_ms(calls: Sequence[Callable[[], Any]], seconds: float = 0.5) -> list[float]:
+    """Milliseconds of one thread's processor time in each call's fastest run, the calls in turn.
+
+    Whatever else runs on the machine can only add to a run, and its waiting is not counted: of enough runs the fastest
+    is the program's own time, on a busy machine as well.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the library shares torch's OpenMP threads
+    try:
+        for call in calls:
+            call()
+        fastest = [math.inf] * len(calls)
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or math.inf in fastest:
+            for i, call in enumerate(calls):
+                start = time.thread_time()
+                call()
+                fastest[i] = min(fastest[i], 1e3 * (time.thread_time() - start))
+        return fastest
+    finally:
+        torch.set_num_threads(threads)
 
 
 def measure_bound(device: str = "cpu") -> Bound:
