@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kda_lab import ops, sass
+from kda_lab import bench, ops, sass
 from kda_lab.claims import evidence
 from kda_lab.claims.claim import Evidence, Judgement, claim, conditional, confirmed, refuted, unsettled
 from kda_lab.claims.evidence import READ, Code, from_code, kernel_of, opcodes, recorded_exponential, recorded_ms
@@ -264,7 +264,7 @@ def time_stages() -> Evidence:
         numbers = {"gate_saved_ms": gate, "elsewhere_saved_ms": max(saved.values()), "noise_ms": noise}
         return Evidence(numbers, (evidence.gpu_label(),))
     inputs = make_inputs(T=512, H=4)
-    one, two, again = (evidence.stage_ms(step, inputs) for step in (1, 2, 1))
+    one, two, again = (bench.stage_ms(step, inputs) for step in (1, 2, 1))
     saved = {stage: one[stage] - two[stage] for stage in one}
     noise = max(abs(one[stage] - again[stage]) for stage in one)
     gate = saved.pop("activate_gate")
@@ -321,7 +321,7 @@ def time_shapes() -> Evidence:
     fastest = [[math.inf] * 4 for _ in SHAPES]
     for _ in range(4):
         for i, of_shape in enumerate(calls):
-            fastest[i] = [min(pair) for pair in zip(fastest[i], evidence.fastest_ms(of_shape))]
+            fastest[i] = [min(pair) for pair in zip(fastest[i], bench.fastest_ms(of_shape))]
         noise = max(max(abs(one / one2 - 1), abs(two / two2 - 1)) for one, two, one2, two2 in fastest)
         if noise < NEGLIGIBLE / 4:
             break

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kda_lab import compare, native, numeric_range, ops, reference, rounding, sass
+from kda_lab import bench, compare, native, numeric_range, ops, reference, rounding, sass
 from kda_lab.claims import evidence
 from kda_lab.claims.claim import Evidence, Judgement, Number, claim, conditional, confirmed, refuted, unsettled
 from kda_lab.claims.evidence import live
@@ -33,7 +33,7 @@ def compare_chunks() -> Evidence:
     """Time of the inverse in step 3 by chunk, measured twice, and what −5 does to the range at each."""
     inputs = make_inputs(T=512, H=4, lower_bound=-1.0)
     inverse, again = (
-        {chunk: evidence.stage_ms(3, inputs, chunk)["invert_unit_lower"] for chunk in (16, 64)} for _ in range(2)
+        {chunk: bench.stage_ms(3, inputs, chunk)["invert_unit_lower"] for chunk in (16, 64)} for _ in range(2)
     )
     small, large = (numeric_range.explore(-5.0, chunk=chunk) for chunk in (16, 64))
     inputs = make_inputs(T=128, H=4, K=64, V=64, regime="saturated")
@@ -292,7 +292,7 @@ def go_without_the_bound() -> Evidence:
     inputs = make_inputs(T=64, H=4, K=64, V=64, regime="saturated", lower_bound=-20.0)
     pairwise = compare.relative_rms(ops.forward(inputs, step=2).out, reference.recurrent(inputs).out)
     inputs = make_inputs(T=256, H=4)
-    pair_ms, factored_ms = evidence.fastest_ms([partial(ops.forward, inputs, step=step) for step in (2, 3)])
+    pair_ms, factored_ms = bench.fastest_ms([partial(ops.forward, inputs, step=step) for step in (2, 3)])
     return live(
         share_flushed=report.share_flushed,
         share_overflowed=report.share_overflowed,

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import os
 import re
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +11,9 @@ import torch
 
 from kda_lab import bench, native, ops, sass
 from kda_lab.claims.claim import Evidence, Number
-from kda_lab.inputs import Inputs, make_inputs
+from kda_lab.inputs import make_inputs
 from kda_lab.profiling import recorded
 
-STAGES = ("activate_gate", "accumulate_gate", "apply_decay", "form_L_and_Mqk", "invert_unit_lower", "recurrence")
 ARCH = "sm_90a"
 
 READ = "read on 2026-11-29 in FlashKDA, commit 1ce47ea: "
@@ -101,43 +96,6 @@ def observed_log_decay(
     )
     state = ops.forward(inputs, step="token_by_token", allow_unsafe=True).final_state
     return np.log(state.double().numpy()).ravel()
-
-
-def stage_ms(step: int | str, inputs: Inputs, chunk: int = 16, runs: int = 9) -> dict[str, float]:
-    """Milliseconds of each stage of a CPU step in the fastest of some runs, from the ranges it opens for a profiler."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler announces its start and stop
-    call = partial(ops.forward, inputs, step=step, chunk=chunk, allow_unsafe=True)
-    call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-        for _ in range(runs):
-            call()
-    samples: dict[str, list[float]] = {}
-    for event in profiled.events():
-        samples.setdefault(event.name, []).append(event.cpu_time_total / 1e3)
-    return {name: min(samples[name]) for name in STAGES if name in samples}
-
-
-def fastest_ms(calls: Sequence[Callable[[], Any]], seconds: float = 0.5) -> list[float]:
-    """Milliseconds of one thread's processor time in each call's fastest run, the calls in turn.
-
-    Whatever else runs on the machine can only add to a run, and its waiting is not counted: of enough runs the fastest
-    is the program's own time, on a busy machine as well.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the library shares torch's OpenMP threads
-    try:
-        for call in calls:
-            call()
-        fastest = [math.inf] * len(calls)
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end or math.inf in fastest:
-            for i, call in enumerate(calls):
-                start = time.thread_time()
-                call()
-                fastest[i] = min(fastest[i], 1e3 * (time.thread_time() - start))
-        return fastest
-    finally:
-        torch.set_num_threads(threads)
 
 
 def recorded_disagreement_ms(step: int) -> float:
