@@ -9,12 +9,12 @@ PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help tour test lab build bench lint format env clean
+.PHONY: help tour test lab book build bench lint format env clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target text; do printf '%-14s %s\n' "$$target" "$$text"; done
 
-tour: env ## set up, build, run every lesson, write build/tour/index.html and print the ladder
+tour: env ## set up, build, run every lesson, make the book build/book/index.html of them and print the ladder
 	@$(PY) -m kda_lab.cli tour
 
 test: env ## run the tests (PYTEST_ARGS="-k ops -x" narrows them)
@@ -22,6 +22,9 @@ test: env ## run the tests (PYTEST_ARGS="-k ops -x" narrows them)
 
 lab: env ## open the lessons in JupyterLab
 	@$(PY) -m kda_lab.cli lab
+
+book: env ## make the book again, running only the lessons whose results may have changed
+	@$(PY) -m kda_lab.cli book
 
 build: env ## compile the library
 	@$(PY) -m kda_lab.cli build

@@ -296,22 +296,31 @@ def _steps_of(device: str) -> list[registry.Step]:
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """The ladder as text: step, error, time, ratio to the step before, and the share of the bound that is reached."""
+    """The ladder as text: `table_cells` in columns, and `legend` below."""
     if not rows:
         return "not measured"
-    lines = [("step", "", "error", "median ms", "iqr ms", "× faster", "bound")]
-    lines += [_cells(before, row) for before, row in zip([None, *rows], rows)]
+    lines = table_cells(rows)
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     pad = [str.ljust, str.ljust] + [str.rjust] * (len(widths) - 2)
     table = ["  ".join(f(cell, width) for f, cell, width in zip(pad, line, widths)).rstrip() for line in lines]
+    return "\n".join([*table, "", textwrap.fill(legend(rows), 100), *(row.refused for row in rows if row.refused)])
+
+
+def table_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """A head, then a line a row: step, name, error, time, ratio to the row before, the bound's share of the time."""
+    head = ("step", "name", "error", "median ms", "iqr ms", "× faster", "bound")
+    return [head, *(_cells(before, row) for before, row in zip([None, *rows], rows))]
+
+
+def legend(rows: Sequence[Row]) -> str:
+    """What was run, and what the columns of `table_cells` mean."""
     row = rows[0]
-    legend = (
+    return (
         f"B {row.B}, T {row.T}, H {row.H}, K {row.K}, V {row.V} on {row.device}. error: relative RMS of the output "
         "against float64, checked before timing. × faster: than the step above. bound: share of the fastest this "
         f"machine could be, {row.floor_ms:.3g} ms: its rates now for {row.flops / 1e9:.3g} GFLOP of matrix products "
         f"and {row.bytes / 1e6:.3g} MB copied."
     )
-    return "\n".join([*table, "", textwrap.fill(legend, 100), *(row.refused for row in rows if row.refused)])
 
 
 def _cells(before: Row | None, row: Row) -> tuple[str, ...]:
@@ -337,6 +346,12 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         record["gpu"] = torch.cuda.get_device_name()
         record["cuda"] = torch.version.cuda
     return record
+
+
+def label(device: str = "cpu") -> str:
+    """`machine` in a line, for those who read a measurement."""
+    facts = machine(device)
+    return f"{facts.get('gpu') or facts['cpu']}, torch {facts['torch']}, {facts['date']}, commit {facts['commit']}"
 
 
 def _cpu_name() -> str:

@@ -57,9 +57,14 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    tour = command("tour", _tour, "build, run every lesson, write HTML pages and print the ladder")
-    tour.add_argument("--output", type=Path, default=Path("build/tour"), metavar="DIR", help="default: %(default)s")
-    tour.add_argument("lessons", nargs="*", help="numbers or names of lessons; default: all")
+    for name, afresh, what in (
+        ("tour", True, "build, run every lesson, make the book of them and print the ladder"),
+        ("book", False, "the same, but run only lessons whose results may have changed"),
+    ):
+        tour = command(name, _tour, what)
+        tour.set_defaults(afresh=afresh)
+        tour.add_argument("--output", type=Path, default=Path("build/book"), metavar="DIR", help="default: %(default)s")
+        tour.add_argument("lessons", nargs="*", help="numbers or names of lessons; default: all")
 
     command("lab", _lab, "open the lessons in JupyterLab; options it does not know are passed on to jupyter lab")
 
@@ -130,7 +135,7 @@ def _positive(text: str) -> int:
 def _tour(args: argparse.Namespace) -> int:
     from kda_lab import tour
 
-    return tour.run(args.output, args.lessons)
+    return tour.run(args.output, args.lessons, args.afresh)
 
 
 def _lab(args: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
 """The figures of the lessons: drawn from tidy data only, so whatever is on one was measured by somebody else.
 
-Each function returns an `AltFigure`: a matplotlib figure whose `alt` states its finding in words. All have an opaque
-background (readable in a dark theme), the Okabe-Ito palette, and a marker or a word wherever a colour carries meaning.
+Each function returns an `AltFigure`: a matplotlib figure whose `alt` states its finding in words. All are drawn on
+white; `kda_lab.show` turns them dark where the page is. A marker, a hatch or a word stands wherever a colour carries
+meaning.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from kda_lab.registry import Step
 
 INK, PAPER, GREY, SHADE = "#1a1a1a", "#ffffff", "#5c5c5c", "#e3e3e3"
-BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+# Searched for: 3:1 or more against the page, and far apart for every kind of colour blindness, light and dark (tested).
+BLUE, RED, GREEN, PURPLE, OCHRE, LILAC = "#3050b0", "#c02030", "#36a770", "#7a3870", "#be841d", "#838fcf"
+PALETTE = (BLUE, RED, GREEN, PURPLE, OCHRE, LILAC)
 MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
@@ -53,7 +55,7 @@ def ladder_figure(rows: Sequence[Row], steps: Sequence[Step]) -> AltFigure:
     measured = {row.step: row for row in rows if row.median_ms is not None}
     found = [measured.get(step.number) for step in steps]
     _dots(time_axes, names, [row and row.median_ms for row in found], BLUE, "o", "{:.3g} ms")
-    _dots(error_axes, names, [row and row.error_rms for row in found], VERMILLION, "s", "{:.2g}")
+    _dots(error_axes, names, [row and row.error_rms for row in found], RED, "s", "{:.2g}")
     time_axes.set(xlabel="median time, ms (log scale)")
     error_axes.set(xlabel="error of the output (log scale)")
     if not measured:
@@ -218,7 +220,7 @@ def error_by_bound_figure(reports: Sequence[RangeReport]) -> AltFigure:
     finding = []
     series = (
         ("compiled step, fp32 factors", "native_error", GREEN, "o", 14),
-        ("rounding mirror, bf16 factors", "mirror_error", VERMILLION, "s", 8),
+        ("rounding mirror, bf16 factors", "mirror_error", RED, "s", 8),
     )
     for name, field, colour, marker, size in series:
         error = np.array([_nan_if_missing(getattr(report, field)) for report in reports])
@@ -286,10 +288,10 @@ class RangePicture(MovingPicture):
         self._title = self._range.text(0.02, 0.97, "", va="top", fontsize=11.5, transform=self.figure.transFigure)
         self._zones = [self._range.axvspan(0, 1, color=SHADE, zorder=0) for _ in range(2)]
         self._zone_names = [self._range.text(0, 1.94, "", ha="center", fontsize=9.5) for _ in range(2)]
-        self._spans = [_Span(self._range, *place) for place in ((1, BLUE, "o"), (0, ORANGE, "s"))]
+        self._spans = [_Span(self._range, *place) for place in ((1, BLUE, "o"), (0, OCHRE, "s"))]
         self._range.axvline(0, color=GREY, linewidth=1, zorder=1)
         self._range.set(ylim=(-0.6, 1.9), yticks=(1, 0), yticklabels=("exp(G)", "exp(−G)"), xlabel="log2 of the factor")
-        self._errors = [_Error(self._error, *place) for place in ((1, GREEN, "^"), (0, VERMILLION, "D"))]
+        self._errors = [_Error(self._error, *place) for place in ((1, GREEN, "^"), (0, RED, "D"))]
         self._error.set_xscale("log")
         self._error.set(xlim=(1e-4, 20), ylim=(-0.6, 1.9), xlabel="error against float64 (log scale)")
         self._error.set(yticks=(1, 0), yticklabels=("compiled\nfp32", "mirror\nbf16"))

@@ -14,7 +14,7 @@ from matplotlib.ticker import NullFormatter
 
 from kda_lab.dataflow import PLACES, REGISTER_BYTES, SHARED_BYTES_PER_CTA, Move, Piece, Residency
 from kda_lab.expforms import Form
-from kda_lab.plots import BLUE, GREY, INK, MARKERS, ORANGE, PALETTE, PAPER, VERMILLION, AltFigure, MovingPicture, figure
+from kda_lab.plots import BLUE, GREY, INK, MARKERS, OCHRE, PALETTE, PAPER, RED, AltFigure, MovingPicture, figure
 
 _AROUND = 4  # measured points on either side whose largest error is drawn
 _HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
@@ -32,7 +32,7 @@ def moved_bytes_figure(moves: Mapping[str, Sequence[Move]], measured: Mapping[st
         totals[name] = outer + inner
         labels = ("inputs and outputs", "from kernel to kernel") if y == 0 else (None, None)
         axes.barh(y, outer, 0.6, color=BLUE, label=labels[0])
-        axes.barh(y, inner, 0.6, left=outer, color=ORANGE, hatch="//", edgecolor=PAPER, label=labels[1])
+        axes.barh(y, inner, 0.6, left=outer, color=OCHRE, hatch="//", edgecolor=PAPER, label=labels[1])
         if name in measured:
             axes.plot(measured[name], y, "D", color=INK, label="measured" if y == 0 else None, linestyle="none")
         axes.text(max(totals[name], measured.get(name, 0)), y, f"  {totals[name]:,.0f} B", va="center", fontsize=9)
@@ -153,7 +153,7 @@ class RoundingPicture(MovingPicture):
         axes.xaxis.set_minor_formatter(NullFormatter())
         self._title = axes.set_title("", loc="left", fontsize=11)
         self._dots, self._values = [], []
-        for i, (name, colour, marker) in enumerate((("output", BLUE, "o"), ("final state", VERMILLION, "s"))):
+        for i, (name, colour, marker) in enumerate((("output", BLUE, "o"), ("final state", RED, "s"))):
             at = [y + 0.16 * (2 * i - 1) for y in range(len(names))]
             self._dots += axes.plot([1.0] * len(at), at, marker, color=colour, markersize=8, label=name)
             self._values.append([axes.text(1.0, y, "", va="center", fontsize=9) for y in at])

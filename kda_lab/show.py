@@ -27,6 +27,7 @@ NOT_MEASURED = "not measured"
 # Inline, because JupyterLab's own rules for tables and <pre> outweigh a stylesheet in an output.
 _CAPTION = 'style="text-align:left; white-space:nowrap"'
 _UNWRAPPED = 'style="white-space:pre; overflow-x:auto"'
+_POINTER = 'style="cursor:pointer"'
 
 # Colours come from JupyterLab's theme, with a fallback after the comma for other pages. No meaning rests on them:
 # changed lines carry + and -, marked lines an arrow. JupyterLab strips <style> from a notebook it does not trust yet;
@@ -38,6 +39,13 @@ pre.kda-code .kda-marked { background: rgba(230, 159, 0, 0.25); }
 pre.kda-code .kda-added { background: rgba(0, 158, 115, 0.22); }
 pre.kda-code .kda-removed { background: rgba(213, 94, 0, 0.22); }
 """
+
+# Figures are drawn on white. In a dark theme lightness is turned over and hues stay; white becomes nearly the page's
+# black. One picture serves both, and a notebook whose <style> was stripped shows it on white.
+DARK_FILTER = "invert(0.93) hue-rotate(180deg)"
+_FIGURE_STYLE = (
+    f'<style>@media not print {{ [data-jp-theme-light="false"] img.kda-figure {{ filter: {DARK_FILTER}; }} }}</style>'
+)
 
 
 class Html:
@@ -64,12 +72,13 @@ def png(figure: Figure, dpi: float | None = None) -> bytes:
 def image(data: bytes, alt: str, width: int | None = None) -> str:
     """An <img> with the PNG inside and `alt` beside it; `width` in CSS pixels (default: the image's own)."""
     size = f"width:{width}px;" if width else ""
-    encoded = base64.b64encode(data).decode("ascii")
-    return f'<img src="data:image/png;base64,{encoded}" alt="{html.escape(alt)}" style="{size}max-width:100%;">'
+    source = f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
+    markup = f'<img class="kda-figure" src="{source}" alt="{html.escape(alt)}" style="{size}max-width:100%;">'
+    return _FIGURE_STYLE + markup
 
 
 def show(figure: Figure, alt: str | None = None) -> None:
-    """Display a figure under the cell with an alt text: the finding, in a sentence.
+    """Display a figure under the cell with an alt text: the finding, in a sentence. Below, it unfolds for everybody.
 
     `alt` defaults to `figure.alt`, which every figure of kda_lab.plots carries. As HTML rather than as an image output,
     because JupyterLab drops the alt text of the latter. Raises ValueError when there is no alt text.
@@ -83,7 +92,8 @@ def show(figure: Figure, alt: str | None = None) -> None:
 
     # Drawn at twice the size it is shown at, so that it stays sharp on a high-density screen.
     width = round(figure.get_figwidth() * figure.dpi)
-    display(Html(image(png(figure, 2 * figure.dpi), alt, width), alt))
+    words = f"<details><summary {_POINTER}>In words</summary><p>{html.escape(alt)}</p></details>"
+    display(Html(image(png(figure, 2 * figure.dpi), alt, width) + words, alt))
 
 
 def number(value: Any) -> str:

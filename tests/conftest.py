@@ -9,7 +9,9 @@ import os
 # library keeps two, so that its parallel loops are exercised.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
+import browsing
 import golden
+import lessons
 import pytest
 import torch
 
@@ -53,3 +55,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def golden_case(request: pytest.FixtureRequest) -> golden.GoldenCase:
     """Every golden case in turn, by name."""
     return golden.load(request.param)
+
+
+@pytest.fixture(scope="module")  # no longer: Playwright leaves an event loop running, which others could not start then
+def browser():
+    with browsing.chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory):
+    """The address of a JupyterLab that serves a copy of the lessons."""
+    with browsing.jupyterlab(tmp_path_factory.mktemp("lab")) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def book(tmp_path_factory) -> lessons.Book:
+    """The book of all lessons."""
+    return lessons.make_book(tmp_path_factory.mktemp("é book"))

@@ -29,6 +29,7 @@ def test_module_runs_as_a_program_and_help_names_every_command():
     assert done.returncode == 0
     names = [
         "tour",
+        "book",
         "lab",
         "build",
         "steps",

@@ -116,7 +116,8 @@ LAYERS = (
     ("show",),
     ("controls", "quiz", "profiling.figures", "profiling.sass_view"),
     ("widgets", "magics", "exercises", "profiling.explorer", "profiling.views"),
-    ("grade", "tour"),
+    ("grade", "book"),
+    ("tour",),
     ("cli",),
 )
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}

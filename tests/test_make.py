@@ -77,7 +77,7 @@ def test_plain_make_lists_the_targets():
     done = make(ROOT)
     assert done.returncode == 0
     listed = [line.split()[1] for line in done.stdout.splitlines()]
-    assert set(listed) >= {"tour", "test", "lab", "build", "bench", "lint", "format", "clean"}
+    assert set(listed) >= {"tour", "test", "lab", "book", "build", "bench", "lint", "format", "clean"}
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_a_python_without_venv_is_named_with_the_fix(tmp_path):
 
 def test_clean_leaves_sources_and_environment(tmp_path):
     folder = project(tmp_path / "p q")
-    for made in ("build/tour", "kda_lab/__pycache__", ".pytest_cache", ".venv/lib/__pycache__"):
+    for made in ("build/book", "kda_lab/__pycache__", ".pytest_cache", ".venv/lib/__pycache__"):
         (folder / made).mkdir(parents=True)
     assert make(folder, "clean").returncode == 0
     left = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}

@@ -12,6 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
+from lessons import executed
 
 from kda_lab import reference, registry
 from kda_lab.show import find_function
@@ -108,13 +109,10 @@ def test_no_measured_number_is_written_into_the_text(notebook):
 
 
 @pytest.mark.slow
-def test_runs_from_top_to_bottom(lesson, notebook):
-    from nbclient import NotebookClient
-
-    NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": lesson.parent}}
-    ).execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+def test_runs_from_top_to_bottom(lesson):
+    ran = executed(lesson)
+    assert ran.failure == ""
+    outputs = [output for cell in ran.notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     for output in outputs:
         data = output.get("data", {})
         assert "image/png" not in data, "an image output has no alt text: use show()"

@@ -177,8 +177,10 @@ def test_show_displays_an_image_whose_alt_text_is_escaped(monkeypatch):
     fig = figure(2, 1)
     fig.alt = 'a "quoted" <finding>'
     show.show(fig)
-    (tag, attrs), *_ = Tags(shown[0]._repr_html_()).seen
-    assert (tag, attrs["alt"]) == ("img", 'a "quoted" <finding>')
+    markup = shown[0]._repr_html_()
+    (attrs,) = (attrs for tag, attrs in Tags(markup).seen if tag == "img")
+    assert attrs["alt"] == 'a "quoted" <finding>'
+    assert "<p>a &quot;quoted&quot; &lt;finding&gt;</p></details>" in markup
     assert attrs["src"].startswith("data:image/png;base64,iVBOR")
     assert "width:200px" in attrs["style"]
 

@@ -1,119 +1,125 @@
-"""The tour's pages: what a lesson shows is on its page, offline; a lesson that fails is named and stops no other."""
+"""The tour: every lesson runs as it stands, one that fails is named and stops no other, and nothing stale is kept."""
 
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 
 import nbformat
 import pytest
 
 from kda_lab import bench, tour
 
-GOOD = [
-    "# 0 · A `title`\n\nYou will see $e^x$.\n\nSee [the next](01_bad.ipynb#part), a [word](../docs/words.md#it) and\n\n"
-    "$$\n\\begin{aligned}\na &= \\texttt{lower\\_bound} && b \\\\\nc &\\leftarrow d\n\\end{aligned}\n$$",
-    "print('said')",
-    "from IPython.display import HTML\nHTML('<table><tr><td>    indented</td></tr></table>')",
-    "import ipywidgets\nipywidgets.VBox([ipywidgets.IntSlider(3), ipywidgets.HTML('<b>drawn</b>')])",
-]
+DOCS = Path(__file__).parents[1] / "docs"
+GOOD = ["# 0 · Good\n\nYou will see it.", "print('said')"]
 BAD = ["# 1 · Bad", "print('before')", "x = 1\nx / 0", "print('never')"]
 
 
-def write(folder, name: str, sources: list[str]) -> None:
+def write(folder: Path, name: str, sources: list[str]) -> Path:
     first, *rest = sources
     cells = [nbformat.v4.new_markdown_cell(first), *map(nbformat.v4.new_code_cell, rest)]
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), folder / f"{name}.ipynb")
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}, "language_info": {"name": "python"}}
+    path = folder / f"{name}.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), path)
+    return path
 
 
-@pytest.fixture(scope="module")
-def toured(tmp_path_factory):
-    """One good and one bad lesson as they ran, and the index of their pages."""
-    folder = tmp_path_factory.mktemp("é lessons") / "notebooks"
-    folder.mkdir()
-    (folder.parent / "docs").mkdir()
-    (folder.parent / "docs" / "words.md").write_text("# Words\n\nIt: $x$.")
-    write(folder, "00_good", GOOD)
-    write(folder, "01_bad", BAD)
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tour, "notebooks_dir", lambda: folder)
-        patch.setattr(bench, "ladder", lambda: [])
-        lessons = [tour.execute(path) for path in tour.find_lessons()]
-        index = tour.write_pages(lessons, "the table", tmp_path_factory.mktemp("é out") / "tour")
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before, "running a lesson changed its file"
-    return lessons, index
-
-
-def page(toured, name: str) -> str:
-    return (toured[1].parent / f"{name}.html").read_text(encoding="utf-8")
-
-
-def test_outputs_are_on_the_page_as_they_were(toured):
-    html = page(toured, "00_good")
-    assert "<pre>said\n</pre>" in html.replace("<pre>\n", "<pre>")
-    assert "<td>    indented</td>" in html
-
-
-def test_a_widget_is_shown_by_what_it_had_drawn(toured):
-    html = page(toured, "00_good")
-    assert '<div class="widget"><b>drawn</b>' in html
-    assert "make lab" in html
-
-
-def test_formulas_are_mathml_with_nothing_left_over(toured):
-    html = page(toured, "00_good")
-    assert html.count("<math ") == 2
-    assert "lower_bound</mtext>" in html
-    assert "<mi>&</mi>" not in html
-    assert "$" not in html
-    assert html.count("<mtr>") == 2
-
-
-def test_links_between_lessons_lead_to_pages(toured):
-    assert 'href="01_bad.html#part"' in page(toured, "00_good")
-    assert 'href="words.html#it"' in page(toured, "00_good")
-    assert "<math" in page(toured, "words")
-
-
-def test_pages_need_no_network_and_no_script(toured):
-    for path in toured[1].parent.iterdir():
-        text = path.read_text(encoding="utf-8")
-        assert not re.search(r"<script|@import|(src|href)=\"(https?:)?//", text), path.name
-
-
-def test_the_index_lists_every_lesson_with_its_state(toured):
-    html = page(toured, "index")
-    assert re.search(r'<a href="00_good.html">0 · A title</a> <small>ran in \d+ s', html)
-    assert re.search(r'<a href="01_bad.html">1 · Bad</a> <small><strong class="failure">failed', html)
-    assert "You will see <math" in html
-    assert "the table" in html
-
-
-def test_a_failure_names_cell_source_and_error_and_is_on_the_page(toured):
-    good, bad = toured[0]
-    assert good.failure == ""
-    assert bad.failure == "cell 3 of 4 failed:\n    x = 1\n    x / 0\nZeroDivisionError: division by zero"
-    html = page(toured, "01_bad")
-    assert "ZeroDivisionError: division by zero" in html
-    assert "<pre>before\n</pre>" in html.replace("<pre>\n", "<pre>")
-    assert "<pre>never" not in html
-
-
-def test_run_returns_1_and_says_why_when_a_lesson_fails(tmp_path, monkeypatch, capsys):
-    write(tmp_path, "01_bad", BAD)
-    monkeypatch.setattr(tour, "notebooks_dir", lambda: tmp_path)
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder for lessons, in place of the real one; no ladder is measured."""
+    folder = tmp_path / "é lessons" / "notebooks"
+    folder.mkdir(parents=True)
+    shutil.copytree(DOCS, folder.parent / "docs")
+    for page in (folder.parent / "docs").glob("*.md"):
+        page.write_text(f"# {page.stem}")
+    monkeypatch.setattr(tour, "notebooks_dir", lambda: folder)
     monkeypatch.setattr(bench, "ladder", lambda: [])
-    assert tour.run(tmp_path / "out") == 1
+    return folder
+
+
+def page(folder: Path, name: str) -> str:
+    return (folder / "notebooks" / f"{name}.html").read_text(encoding="utf-8")
+
+
+def test_a_lesson_that_fails_is_named_and_stops_no_other(folder, tmp_path, capsys):
+    write(folder, "00_bad", BAD)
+    write(folder, "01_good", GOOD)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    assert tour.run(tmp_path / "book") == 1
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before, "running a lesson changed its file"
     out, err = capsys.readouterr()
-    assert re.search(r"01_bad +\d+\.\d s  FAILED", out)
-    assert "01_bad.ipynb, cell 3 of 4 failed" in err
-    assert (tmp_path / "out" / "index.html").exists()
+    assert re.search(r"00_bad +\d+\.\d s  FAILED\n01_good +\d+\.\d s  ok", out)
+    assert str(tmp_path / "book" / "index.html") in out
+    failure = "cell 3 of 4 failed:\n    x = 1\n    x / 0\nZeroDivisionError: division by zero"
+    assert f"00_bad.ipynb, {failure}" in err
+    html = page(tmp_path / "book", "00_bad")
+    assert "cell 3 of 4 failed" in html
+    assert "before\n" in html
+    assert "never\n" not in html
+    assert "said\n" in page(tmp_path / "book", "01_good")
 
 
-def test_a_dead_kernel_is_a_failure_of_its_cell(tmp_path):
-    write(tmp_path, "00_dies", ["# 0", "x = 1", "import os\nos._exit(3)"])
-    lesson = tour.execute(tmp_path / "00_dies.ipynb")
+def test_a_tour_of_one_lesson_has_the_others_without_results(folder, tmp_path):
+    write(folder, "00_good", [GOOD[0] + " And [the next](01_good.ipynb).", "print('ran')"])
+    write(folder, "01_good", GOOD)
+    assert tour.run(tmp_path / "book", ["0"]) == 0
+    assert "Ran in" in page(tmp_path / "book", "00_good")
+    html = page(tmp_path / "book", "01_good")
+    assert "Has not run on this machine." in html
+    assert "<pre>said" not in html.replace("<span></span>", "")
+
+
+def test_a_book_made_again_runs_only_what_changed(folder, tmp_path, capsys):
+    write(folder, "00_good", GOOD)
+    changed = write(folder, "01_good", GOOD)
+    assert tour.run(tmp_path / "book") == 0
+    first = page(tmp_path / "book", "00_good")
+    write(folder, changed.stem, [GOOD[0], "print('something else')"])
+    capsys.readouterr()
+    assert tour.run(tmp_path / "book", afresh=False) == 0
+    assert re.search(r"00_good.*as it ran before\n01_good.*ok\n", capsys.readouterr().out)
+    assert page(tmp_path / "book", "00_good") == first, "with the date and machine of the run that it shows"
+    assert "something else\n" in page(tmp_path / "book", "01_good")
+    assert tour.run(tmp_path / "book", ["0"]) == 0
+    assert "ok" in capsys.readouterr().out, "a tour runs its lessons afresh"
+
+
+def test_nothing_is_kept_that_could_have_become_different(folder, tmp_path, monkeypatch):
+    lesson = write(folder, "00_good", [GOOD[0], "from pathlib import Path\nprint(Path('some_step.cpp').exists())"])
+    package, csrc = tmp_path / "package", tmp_path / "csrc"
+    for source in (package / "tour.py", csrc / "cpu" / "kernel.cpp"):
+        source.parent.mkdir(parents=True)
+        source.touch()
+    monkeypatch.setattr(tour, "__file__", str(package / "tour.py"))
+    monkeypatch.setattr(tour.native, "csrc_dir", lambda: csrc)
+    ran = tour.execute_and_keep(lesson)
+    kept = tour.kept(lesson)
+    assert (kept.notebook.cells, kept.seconds, kept.place) == (ran.notebook.cells, ran.seconds, ran.place)
+    for change in (
+        lambda: (package / "tour.py").write_text("1"),
+        lambda: (package / "data.json").write_text("1"),
+        lambda: (csrc / "cpu" / "kernel.cpp").write_text("1"),
+        lambda: (folder / "some_step.cpp").write_text("1"),
+        lambda: monkeypatch.setenv("KDA_LAB_RECORDED", "elsewhere"),
+        lambda: monkeypatch.setattr(bench, "machine", lambda: {"cpu": "another"}),
+        lambda: write(folder, lesson.stem, GOOD),
+    ):
+        change()
+        assert tour.kept(lesson) is None
+        monkeypatch.setattr(tour, "execute", lambda path: ran)
+        tour.execute_and_keep(lesson)
+        assert tour.kept(lesson) is not None
+
+
+def test_a_lesson_that_failed_is_not_kept(folder):
+    lesson = write(folder, "00_bad", BAD)
+    assert tour.execute_and_keep(lesson).failure
+    assert tour.kept(lesson) is None
+
+
+def test_a_dead_kernel_is_a_failure_of_its_cell(folder):
+    lesson = tour.execute(write(folder, "00_dies", ["# 0", "x = 1", "import os\nos._exit(3)"]))
     assert lesson.failure.startswith("cell 3 of 3 failed:\n    import os")
     assert "DeadKernelError" in lesson.failure
 
@@ -123,9 +129,20 @@ def test_a_lesson_has_its_number_and_name_as_address(wanted):
     assert [path.stem for path in tour.find_lessons([wanted])] == ["03_factored"]
 
 
-def test_an_old_page_does_not_survive(tmp_path, toured):
-    output = tmp_path / "tour"
-    output.mkdir()
-    (output / "99_gone.html").write_text("old")
-    tour.write_pages(toured[0], "", output)
-    assert not (output / "99_gone.html").exists()
+def test_the_book_replaces_an_older_one_and_nothing_else(folder, tmp_path):
+    write(folder, "00_good", GOOD)
+    assert tour.run(tmp_path / "book") == 0
+    (tmp_path / "book" / "notebooks" / "99_gone.html").write_text("old")
+    assert tour.run(tmp_path / "book", afresh=False) == 0
+    assert not (tmp_path / "book" / "notebooks" / "99_gone.html").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("dear")
+    with pytest.raises(ValueError, match="holds other files"):
+        tour.run(tmp_path / "mine", afresh=False)
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_what_sphinx_warns_of_is_said_and_red(folder, tmp_path, capsys):
+    write(folder, "00_good", ["# 0 · Good\n\nA [link](nowhere.md).", "1"])
+    assert tour.run(tmp_path / "book") == 1
+    assert "nowhere.md" in capsys.readouterr().err

@@ -103,7 +103,7 @@ EXERCISES = (
         "when all of them forget as strongly as `lower_bound` allows.",
         share_left,
         _judge_share,
-        ("One token leaves $e^{g}$.", "Logarithms add where factors multiply."),
+        ("One token leaves e^g.", "Logarithms add where factors multiply."),
     ),
     Exercise(
         "0.2",

@@ -100,7 +100,7 @@ EXERCISES = (
         "Which factor in front of the sigmoid makes every sum $G$ a logarithm to base 2?",
         gate_scale_log2,
         _judge_scale,
-        ("$e^x = 2^{x \\log_2 e}$.", "It is computed once, so an exact `math.log2` costs nothing."),
+        ("e^x = 2^(x log2(e)).", "It is computed once, so an exact `math.log2` costs nothing."),
     ),
     Exercise(
         "2.2",

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullFormatter
 
-from kda_lab.plots import BLUE, GREEN, GREY, INK, MARKERS, ORANGE, PALETTE, PAPER, PURPLE, SKY, AltFigure, figure
+from kda_lab.plots import BLUE, GREEN, GREY, INK, LILAC, MARKERS, OCHRE, PALETTE, PAPER, PURPLE, AltFigure, figure
 from kda_lab.profiling import metrics, roofline
 from kda_lab.profiling.ncu import Report
 from kda_lab.profiling.roofline import Point
 from kda_lab.profiling.timeline import Span, Timeline
 from kda_lab.show import number
 
-_COLOURS = {"range": SKY, "projected": SKY, "launch": ORANGE, "kernel": BLUE, "copy": PURPLE}
+_COLOURS = {"range": LILAC, "projected": LILAC, "launch": OCHRE, "kernel": BLUE, "copy": PURPLE}
+TINT = 0.25
 _WORDS = {
     "range": "range on the host",
     "launch": "CUDA call",
@@ -38,18 +40,15 @@ def timeline_figure(
     for span in shown.spans:
         y = lanes.index(_lane(span))
         left, right = max(span.start_us, start_us), min(span.end_us, end_us)
-        axes.barh(y, right - left, left=left, height=0.8, color=_COLOURS[span.kind], edgecolor=PAPER, linewidth=0.5)
+        axes.barh(y, right - left, left=left, height=0.8, **_block(span.kind))
         if right - left > 0.012 * len(span.name) * (end_us - start_us):
-            colour = PAPER if span.kind == "kernel" else INK
-            axes.text(
-                (left + right) / 2, y, span.name, ha="center", va="center", fontsize=8, color=colour, clip_on=True
-            )
+            axes.text((left + right) / 2, y, span.name, ha="center", va="center", fontsize=8, color=INK, clip_on=True)
     axes.set(xlim=(start_us, end_us), xlabel="µs", title=title, yticks=range(len(lanes)))
     axes.set_yticklabels([lane[1] for lane in lanes], fontsize=8)
     axes.invert_yaxis()
     kinds = [kind for kind in _WORDS if any(span.kind == kind for span in shown.spans)]
     axes.legend(
-        handles=[Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in kinds if kind != "projected"],
+        handles=[Patch(**_block(kind), label=_WORDS[kind]) for kind in kinds if kind != "projected"],
         fontsize=8,
         frameon=False,
         loc="upper left",
@@ -58,6 +57,11 @@ def timeline_figure(
     _clean(axes)
     fig.alt = describe_timeline(shown, start_us, end_us)
     return fig
+
+
+def _block(kind: str) -> dict[str, Any]:
+    """A border in the kind's colour and a tint of it inside, on which a name is legible."""
+    return {"edgecolor": _COLOURS[kind], "facecolor": to_rgba(_COLOURS[kind], TINT), "linewidth": 1.0}
 
 
 def describe_timeline(timeline: Timeline, start_us: float, end_us: float) -> str:
@@ -129,7 +133,7 @@ def floors_figure(points: Sequence[Point], ceilings: Mapping[str, Any], title: s
     findings = []
     for y, at in enumerate(points):
         allowed = roofline.floors(at, ceilings)
-        axes.barh(y, 1e6 * at.time_s, height=0.6, color="#d9d9d9", zorder=1)
+        axes.barh(y, 1e6 * at.time_s, height=0.6, color="#d9d9d9", edgecolor=GREY, zorder=1)
         axes.text(1e6 * at.time_s, y, f" {number(1e6 * at.time_s)} µs", va="center", fontsize=9)
         for kind, colour, marker in zip(kinds, PALETTE, MARKERS):
             if allowed[kind] is not None:
