@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import re
 import shutil
 from statistics import mean
 
@@ -12,7 +13,7 @@ import pytest
 from test_profiling_readers import write_nsys
 
 from kda_lab import registry
-from kda_lab.profiling import metrics, recorded
+from kda_lab.profiling import metrics, recorded, views
 from kda_lab.profiling.table import ReportError
 from kda_lab.sass import Kernel
 
@@ -81,6 +82,76 @@ def test_a_damaged_file_is_named(recording):
     (recording.folder / "ladder.json").write_text('{"rows": [')
     with pytest.raises(ReportError, match=r"ladder\.json is damaged"):
         recording.ladder()
+
+
+WHOLE = {
+    "machine.json": {},
+    "ladder.json": {
+        "machine": {},
+        "rows": [{"case": "T 16", "method": "events", "median_ms": 1.0, "floor_ms": 0.5, "peer": "fla"}],
+        "accuracy": [{"T": 1, "regime": "mixed", "lower_bound": -5.0, "key_correlation": None, "error_rms": 1e-3}],
+    },
+    "claims.json": {"claims": [{"number": 1, "numbers": {}, "sources": []}]},
+    "step6_history.json": {
+        "machine": "NVIDIA H200",
+        "date": "2026-11-29",
+        "method": "medians",
+        "rows": [{"kept": True, "change": "a", "shape": "b", "measured": "prepare", "before_ms": 2.0, "after_ms": 1.0}],
+    },
+    "events/5_fused_two_kernel.json": {},
+    "exp_forms.json": {},
+}
+READ = {
+    "machine.json": lambda recording: recording.machine,
+    "ladder.json": recorded.ladder_text,
+    "claims.json": lambda recording: recording.claims(),
+    "step6_history.json": lambda recording: views.history(recording, 6),
+    "events/5_fused_two_kernel.json": lambda recording: recording.agreement(5),
+    "exp_forms.json": lambda recording: recording.exp_forms(),
+}
+
+
+def write(recording, name: str, content: str) -> None:
+    (recording.folder / name).parent.mkdir(exist_ok=True)
+    (recording.folder / name).write_text(content)
+
+
+def without_one_key(content: dict):
+    """(What was taken away, the rest) for every key of a file and of the rows of its lists."""
+    for key in content:
+        yield f"{key!r}", {name: value for name, value in content.items() if name != key}
+        for row in content[key] if isinstance(content[key], list) else ():
+            for column in row:
+                rows = [{name: value for name, value in row.items() if name != column}]
+                column = "step or peer" if column == "peer" else column
+                yield f"{column!r} in {key}[0]", content | {key: rows}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_file_that_is_not_whole_is_named_with_what_it_lacks(name, recording):
+    write(recording, name, json.dumps(WHOLE[name]))
+    READ[name](recording)
+    for text in ("", "{", "[]", "3", "null", '"text"'):
+        write(recording, name, text)
+        with pytest.raises(ReportError, match=rf"{name} (is damaged|has no object)"):
+            READ[name](recording)
+    optional = {"'rows'", "'accuracy'"} if name == "ladder.json" else set()
+    for what, rest in without_one_key(WHOLE[name]):
+        write(recording, name, json.dumps(rest))
+        if what in optional:
+            READ[name](recording)
+            continue
+        with pytest.raises(ReportError, match=re.escape(f"{name} has no {what}, which") + ".*record it again"):
+            READ[name](recording)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"prepare": {}}', b'{"prepare": 3}', b"3"])
+def test_machine_code_that_is_not_whole_is_named(content, recording):
+    path = recording.folder / "sass/5_fused_two_kernel.json.gz"
+    for data in (gzip.compress(content), content, gzip.compress(content)[:-9], b"\x1f\x8b\x08" + 40 * b"\xff"):
+        path.write_bytes(data)
+        with pytest.raises(ReportError, match=r"5_fused_two_kernel\.json\.gz (is damaged|holds no kernels)"):
+            recording.sass(5)
 
 
 def test_a_folder_can_be_named_by_the_environment(recording, monkeypatch):

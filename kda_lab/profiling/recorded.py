@@ -15,6 +15,7 @@ import functools
 import gzip
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,21 @@ from kda_lab.profiling.table import ReportError
 from kda_lab.profiling.timeline import Timeline
 from kda_lab.profiling.tools import ToolMissing
 from kda_lab.sass import Kernel
+
+# What is read from each file without asking whether it is there: keys of the file, and of every row of its lists.
+_KEYS: dict[str, tuple[str, ...]] = {
+    "ladder.json": ("machine",),
+    "claims.json": ("claims",),
+    "history.json": ("machine", "date", "method", "rows"),
+}
+_ROW_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
+    "ladder.json": {
+        "rows": ("case", "method", "median_ms", "floor_ms", "step or peer"),
+        "accuracy": ("T", "regime", "lower_bound", "key_correlation", "error_rms"),
+    },
+    "claims.json": {"claims": ("number", "numbers", "sources")},
+    "history.json": {"rows": ("kept", "change", "shape", "measured", "before_ms", "after_ms")},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +99,14 @@ class Recording:
             return None
         try:
             content = json.loads(gzip.decompress(path.read_bytes()))
-        except (ValueError, EOFError, gzip.BadGzipFile) as error:
+            return {
+                name: Kernel(**{**kernel, "instructions": tuple(kernel["instructions"])})
+                for name, kernel in content.items()
+            }
+        except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ReportError(f"{path} is damaged: {error}") from None
-        return {
-            name: Kernel(**{**kernel, "instructions": tuple(kernel["instructions"])})
-            for name, kernel in content.items()
-        }
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ReportError(f"{path} holds no kernels as kda_lab.sass.Kernel has them: {error!r}") from None
 
     def exp_forms(self) -> dict[str, Any] | None:
         """What kda_lab.expforms recorded: instructions and values of the exponential's forms."""
@@ -131,9 +149,34 @@ class Recording:
         if not path.exists():
             return None
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ReportError(f"{path} is damaged: {error}") from None
+        missing = _missing(content, name.split("_", 1)[-1] if name.endswith("_history.json") else name)
+        if missing:
+            raise ReportError(
+                f"{path} has no {missing}, which `python -m kda_lab.record --out DIR` writes: record it again, or "
+                "remove the file to have it shown as not measured"
+            )
+        return content
+
+
+def _missing(content: Any, kind: str) -> str:
+    """The first thing that a file of this kind lacks, in words; "" where it is whole."""
+    if not isinstance(content, dict):
+        return "object at the top"
+    for key in _KEYS.get(kind, ()):
+        if key not in content:
+            return f"{key!r}"
+    for part, keys in _ROW_KEYS.get(kind, {}).items():
+        rows = content.get(part, [])
+        if not isinstance(rows, list):
+            return f"list {part!r}"
+        for index, row in enumerate(rows):
+            for key in keys:
+                if not isinstance(row, dict) or not any(name in row for name in key.split(" or ")):
+                    return f"{key!r} in {part}[{index}]"
+    return ""
 
 
 def ladder_text(recording: Recording, *, all_shapes: bool = True) -> str:
@@ -153,13 +196,13 @@ def ladder_text(recording: Recording, *, all_shapes: bool = True) -> str:
         rows = [
             row
             | {
-                "who": f"{row['step']} {row['slug']}" if "step" in row else f"{row['peer']} {row['version']}",
+                "who": " ".join(str(row[key]) for key in ("step", "slug", "peer", "version") if key in row),
                 "share": f"{row['floor_ms'] / row['median_ms']:.1%}" if row["median_ms"] else None,
             }
             for row in content["rows"]
             if (row["case"], row["method"]) == (case, method)
         ]
-        blocks.append(f"{case} ({METHODS[method]})\n{table.text(rows, columns)}")
+        blocks.append(f"{case} ({METHODS.get(method, method)})\n{table.text(rows, columns)}")
     return "\n\n".join(blocks)
 
 
