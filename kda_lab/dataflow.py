@@ -120,17 +120,24 @@ def residency(kernel: str, chunk: int = 16, head_size: int = 128, registers: int
     threads, holders = _layout(kernel).threads(head_size)
     held = {place: sum(p.bytes for p in on_chip(kernel, chunk, head_size) if p.where == place) for place in PLACES}
     named = -(-held["registers"] // (4 * holders))
-    taken = held["registers"] if registers is None else 4 * threads * -(-registers // REGISTER_UNIT) * REGISTER_UNIT
     shared = held["shared memory"] + RESERVED_BYTES_PER_CTA
     limits = {
         "shared memory": SHARED_BYTES // shared if held["shared memory"] <= SHARED_BYTES_PER_CTA else 0,
-        "registers": REGISTER_BYTES // taken if named <= MAX_REGISTERS_PER_THREAD else 0,
+        "registers": REGISTER_BYTES // held["registers"] if named <= MAX_REGISTERS_PER_THREAD else 0,
         "threads": MAX_THREADS // threads,
         "CTAs": MAX_CTAS,
     }
+    if registers is not None:
+        limits["registers"] = ctas_by_registers(registers, threads)
     fewest = min(limits.values())
     tightest = " and ".join(name for name, ctas in limits.items() if ctas == fewest)
     return Residency(fewest, tightest, threads, named, registers)
+
+
+def ctas_by_registers(registers: int, threads: int) -> int:
+    """How many CTAs of so many threads the registers of a multiprocessor are enough for."""
+    taken = 4 * threads * -(-registers // REGISTER_UNIT) * REGISTER_UNIT
+    return min(REGISTER_BYTES // taken, MAX_THREADS // threads)
 
 
 PLACES = ("registers", "shared memory")

@@ -32,6 +32,7 @@ EVERY_VIEW = {
     "race": lambda recording: views.race(recording, 4, 5),
     "errors": lambda recording: views.errors(recording, STEPS),
     "exponentials": lambda recording: views.exponentials(recording),
+    "gates": lambda recording: views.gates(recording),
     "history": lambda recording: views.history(recording, 6),
 }
 
@@ -63,7 +64,8 @@ def recording(tmp_path, monkeypatch):
     collinear = error | {"regime": "collinear", "key_correlation": 0.9, "error_rms": 4e-3}
     accuracy = [error, collinear, error | {"T": 16, "error_rms": 9.0}, error | {"lower_bound": -1.0, "error_rms": 9.0}]
     ladder = {"ceilings": CEILINGS, "rows": rows, "accuracy": accuracy}
-    ladder["exponential"] = {"throughput": throughput}
+    gate = [{"form": "expf: 1 / (1 + expf(-x))", "median_ms": 0.26, "K": 128}]
+    ladder["exponential"] = {"throughput": throughput, "gate": gate}
     (tmp_path / "ladder.json").write_text(json.dumps(ladder))
     change = {"kept": "yes", "change": "more stages", "shape": "H 96", "measured": "recurrence"}
     changes = [change | {"before_ms": 0.3, "after_ms": 0.2}, change | {"before_ms": None, "after_ms": 0.2}]
@@ -114,6 +116,7 @@ def test_reports_that_cannot_be_read_say_what_reads_them(recording, monkeypatch)
         ("race", "1.5"),
         ("errors", "largest is 0.004, 5_fused_two_kernel in collinear 0.9"),
         ("exponentials", "12.1"),
+        ("gates", "0.26"),
         ("history", "1.5"),
     ],
 )
@@ -166,3 +169,16 @@ def test_a_history_shows_a_ratio_only_where_there_is_one(recording):
 def test_what_ships_is_shown_in_every_view(name):
     for label, view in EVERY_VIEW.items():
         assert not words(view(recorded.load(name))).endswith("not measured"), label
+
+
+def test_the_gate_forms_stand_beside_their_registers():
+    """As shipped: base 2 is slower alone, and its code asks for more registers, so fewer warps fit."""
+    shipped = recorded.load()
+    rows = {row["form"].split(":")[0]: row["median_ms"] for row in shipped.ladder()["exponential"]["gate"]}
+    text = repr(views.gates(shipped)).splitlines()
+    for form, line in zip(rows, text[2:], strict=True):
+        assert line.startswith(form)
+    kernels = [shipped.sass("exp_throughput")[f"gate<{number}>"] for number in range(len(rows))]
+    for kernel, line in zip(kernels, text[2:], strict=True):
+        warps = 4 * min(16, 65536 // (128 * kernel.registers))
+        assert line.split()[-3:] == [str(len(kernel.instructions)), str(kernel.registers), str(warps)]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kda_lab import plots_gpu, registry
+from kda_lab import dataflow, plots_gpu, registry
 from kda_lab.plots import GREY, AltFigure, error_by_regime_figure, figure
 from kda_lab.profiling import evidence, figures, metrics, ncu, roofline, sass_view
 from kda_lab.profiling.ncu import Report
@@ -177,6 +177,26 @@ def exponentials(recording: Recording | None) -> Html:
     columns = {"form": "Form", "results_per_clock_per_sm": "Results a clock and multiprocessor"}
     rows = content.get("exponential", {}).get("throughput", [])
     return table(rows, columns, _caption(recording, "One exponential, from registers"))
+
+
+def gates(recording: Recording | None) -> Html:
+    """The gate stage alone in every form: its time, and what its machine code asks of a multiprocessor."""
+    content = (recording.ladder() if recording else None) or {}
+    code = (recording.sass("exp_throughput") if recording else None) or {}
+    rows = []
+    for number, row in enumerate(content.get("exponential", {}).get("gate", [])):
+        kernel = code.get(f"gate<{number}>")
+        fits = kernel and dataflow.ctas_by_registers(kernel.registers, row["K"])
+        found = {"registers": kernel and kernel.registers, "instructions": kernel and len(kernel.instructions)}
+        rows.append(row | found | {"warps": fits and fits * row["K"] // 32})
+    columns = {
+        "form": "Form",
+        "median_ms": "Median, ms",
+        "instructions": "Instructions written",
+        "registers": "Registers a thread",
+        "warps": "Warps a multiprocessor can hold",
+    }
+    return table(rows, columns, _caption(recording, "The gate stage alone"))
 
 
 def errors(recording: Recording | None, steps: Sequence[Step], T: int = 256) -> AltFigure:
