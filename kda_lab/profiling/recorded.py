@@ -31,13 +31,12 @@ from kda_lab.sass import Kernel
 
 # What is read from each file without asking whether it is there: keys of the file, and of every row of its lists.
 _KEYS: dict[str, tuple[str, ...]] = {
-    "ladder.json": ("machine",),
     "claims.json": ("claims",),
     "history.json": ("machine", "date", "method", "rows"),
 }
 _ROW_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
     "ladder.json": {
-        "rows": ("case", "method", "median_ms", "floor_ms", "step or peer"),
+        "rows": ("case", "method", "median_ms", "step or peer"),
         "accuracy": ("T", "regime", "lower_bound", "key_correlation", "error_rms"),
     },
     "claims.json": {"claims": ("number", "numbers", "sources")},
@@ -187,7 +186,7 @@ def ladder_text(recording: Recording, *, all_shapes: bool = True) -> str:
     content = recording.ladder()
     if not content or not content.get("rows"):
         return f"{recording.label}: not measured"
-    blocks = [f"{recording.label}, commit {content['machine'].get('commit', 'unknown')}"]
+    blocks = [f"{recording.label}, commit {content.get('machine', {}).get('commit', 'unknown')}"]
     columns = {"who": "", "median_ms": "median ms", "iqr_ms": "iqr ms", "share": "of bound", "error_rms": "error"}
     every_step = {row["case"] for row in content["rows"] if row.get("step") == 0}
     for case, method in dict.fromkeys((row["case"], row["method"]) for row in content["rows"]):
@@ -197,13 +196,19 @@ def ladder_text(recording: Recording, *, all_shapes: bool = True) -> str:
             row
             | {
                 "who": " ".join(str(row[key]) for key in ("step", "slug", "peer", "version") if key in row),
-                "share": f"{row['floor_ms'] / row['median_ms']:.1%}" if row["median_ms"] else None,
+                "share": _share(row),
             }
             for row in content["rows"]
             if (row["case"], row["method"]) == (case, method)
         ]
         blocks.append(f"{case} ({METHODS.get(method, method)})\n{table.text(rows, columns)}")
     return "\n\n".join(blocks)
+
+
+def _share(row: dict[str, Any]) -> str | None:
+    """How much of a row's time its floor is; None where one of them was not measured."""
+    floor_ms, median_ms = row.get("floor_ms"), row["median_ms"]
+    return f"{floor_ms / median_ms:.1%}" if floor_ms and median_ms else None
 
 
 def data_dir() -> Path:
