@@ -234,13 +234,14 @@ def recording(tmp_path, monkeypatch):
 
     def write(**files):
         for name, content in files.items():
+            content = {"machine": {}} | content
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
 
     return write
 
 
 def row(step, ms, case="T 8192, H 96, no state"):
-    return {"step": step, "case": case, "method": "events", "median_ms": ms}
+    return {"step": step, "case": case, "method": "events", "median_ms": ms, "floor_ms": 0.1}
 
 
 @pytest.mark.parametrize(

@@ -57,13 +57,14 @@ def recording(tmp_path, monkeypatch):
         code = {"gate<16>": dataclasses.asdict(kernel_code("gate<16>", 0, *instructions))}
         (tmp_path / f"sass/{name}.json.gz").write_bytes(gzip.compress(json.dumps(code).encode()))
     row = {"B": 1, "T": 8192, "H": 96, "flops": 10**11, "case": "T 8192", "method": "events", "peer": "flash_kda"}
+    row["floor_ms"] = 0.1
     rows = [row | {"median_ms": 1.4}, row | {"step": 4, "median_ms": 1.2}, row | {"step": 5, "median_ms": 0.8}]
     rows.append(row | {"case": "T 16", "step": 5, "median_ms": 0.1})
     throughput = [{"form": "expf", "results_per_clock_per_sm": 12.1}]
     error = {"step": 5, "T": 256, "lower_bound": -5.0, "regime": "retain", "key_correlation": None, "error_rms": 3e-3}
     collinear = error | {"regime": "collinear", "key_correlation": 0.9, "error_rms": 4e-3}
     accuracy = [error, collinear, error | {"T": 16, "error_rms": 9.0}, error | {"lower_bound": -1.0, "error_rms": 9.0}]
-    ladder = {"ceilings": CEILINGS, "rows": rows, "accuracy": accuracy}
+    ladder = {"machine": {}, "ceilings": CEILINGS, "rows": rows, "accuracy": accuracy}
     gate = [{"form": "expf: 1 / (1 + expf(-x))", "median_ms": 0.26, "K": 128}]
     ladder["exponential"] = {"throughput": throughput, "gate": gate}
     (tmp_path / "ladder.json").write_text(json.dumps(ladder))
