@@ -15,7 +15,8 @@ import statistics
 import subprocess
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,16 +130,17 @@ STAGES = ("activate_gate", "accumulate_gate", "apply_decay", "form_L_and_Mqk", "
 
 
 def stage_ms(step: int | str, inputs: Inputs, chunk: int = 16, runs: int = 9) -> dict[str, float]:
-    """Milliseconds of each of STAGES of a CPU step in the fastest of some runs, from the ranges it opens to profilers.
+    """Milliseconds of each of STAGES of a CPU step on one thread, in its fastest run, from the ranges it opens.
 
     Raises what ops.forward raises for the step and chunk; lower_bound is not checked.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler announces its start and stop
     call = partial(ops.forward, inputs, step=step, chunk=chunk, allow_unsafe=True)
-    call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-        for _ in range(runs):
-            call()
+    with one_thread():
+        call()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            for _ in range(runs):
+                call()
     samples: dict[str, list[float]] = {}
     for event in profiled.events():
         samples.setdefault(event.name, []).append(event.cpu_time_total / 1e3)
@@ -151,19 +153,29 @@ def fastest_ms(calls: Sequence[Callable[[], Any]], seconds: float = 0.5) -> list
     Whatever else runs on the machine can only add to a run, and its waiting is not counted: of enough runs the fastest
     is the program's own time, on a busy machine as well.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the library shares torch's OpenMP threads
-    try:
+    fastest = [math.inf] * len(calls)
+    with one_thread():
         for call in calls:
             call()
-        fastest = [math.inf] * len(calls)
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or math.inf in fastest:
             for i, call in enumerate(calls):
                 start = time.thread_time()
                 call()
                 fastest[i] = min(fastest[i], 1e3 * (time.thread_time() - start))
-        return fastest
+    return fastest
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Operators on one thread: nothing waits for another, which on a busy machine may not run at all.
+
+    The CPU library shares torch's OpenMP threads.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
 
