@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -192,24 +190,13 @@ def explore(
 
 
 def _measure(inputs: Inputs, chunk: int) -> dict[str, float]:
-    from kda_lab import ops  # loads (and on first use compiles) the native library: only when errors are wanted
+    from kda_lab import bench, ops  # loads (and on first use compiles) the native library: only when errors are wanted
 
     truth = reference.recurrent(inputs).out
-    with _one_torch_thread():  # the library shares torch's OpenMP threads
+    with bench.one_thread():  # operators this small lose more to waking threads than they gain
         native = ops.forward(inputs, step="factored", chunk=chunk, allow_unsafe=True)
         mirror = rounding.forward(inputs, chunk=chunk)
     return dict(native_error=relative_rms(native.out, truth), mirror_error=relative_rms(mirror.out, truth))
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Operators this small lose more to waking threads, and on a busy machine to waiting for them, than they gain."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def problem(
