@@ -182,6 +182,7 @@ def one_thread() -> Iterator[None]:
 
 def measure_bound(device: str = "cpu") -> Bound:
     """Measures the matrix-product rate and the copy bandwidth of `device` ("cpu" or "cuda")."""
+    _check_device(device)
     n, dtype = (8192, torch.bfloat16) if device == "cuda" else (2048, torch.float32)
     a, b, out = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(3))
     product_ms = statistics.median(time_call(lambda: torch.mm(a, b, out=out), device=device))
@@ -287,6 +288,7 @@ def ladder(
         progress: told what happens next.
     """
     device = device or default_device()
+    _check_device(device)
     default_T, default_H = (8192, 96) if device == "cuda" else (1024, 8)
     inputs = make_inputs(B or 1, T or default_T, H or default_H, regime=regime, device=device)
     chosen = [registry.get(step, device) for step in steps] if steps else _steps_of(device)
@@ -301,6 +303,13 @@ def ladder(
         progress(f"step {step.number}, {step.slug}")
         rows.append(measure(step.number, inputs, expected, bound, seconds=seconds))
     return rows
+
+
+def _check_device(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; expected 'cpu' or 'cuda'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda; torch finds no GPU here: leave it out, or see `kda-lab doctor`")
 
 
 def _steps_of(device: str) -> list[registry.Step]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ from typing import Any
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: sys.argv) and returns its exit status: 0 good, 1 red, 2 a mistake."""
+    if argv is None:
+        _be_a_program()
     parser = _parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown and args.run is not _lab:
@@ -33,17 +36,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        if not isinstance(error, _user_errors()):
+        if not _is_mistake(error):
             raise
         print(f"kda-lab: {error}", file=sys.stderr)
         return 2
 
 
-def _user_errors() -> tuple[type[Exception], ...]:
+def _be_a_program() -> None:
+    """Settles what only concerns a process of its own."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show "×" shows "?"
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))  # so that children are ended first
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Whether an error is the user's to mend and says how, so that no traceback is needed."""
     from kda_lab import native
     from kda_lab.profiling.tools import ProfilingError
 
-    return (ValueError, NotImplementedError, OSError, native.BuildError, native.LibraryError, ProfilingError)
+    mistakes = (ValueError, NotImplementedError, OSError, MemoryError)
+    if isinstance(error, (*mistakes, native.BuildError, native.LibraryError, ProfilingError)):
+        return True
+    return isinstance(error, RuntimeError) and "allocate" in str(error)  # torch's, of sizes too large for this machine
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,10 +142,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
 
 
 def _tour(args: argparse.Namespace) -> int:
@@ -166,13 +181,15 @@ def _steps(args: argparse.Namespace) -> int:
 
 
 def _ladder(args: argparse.Namespace) -> int:
-    from kda_lab import bench
+    from kda_lab import bench, registry
     from kda_lab.profiling import recorded
 
     def progress(text: str) -> None:
         print(f"  {text} …", file=sys.stderr, flush=True)
 
     device = args.device or bench.default_device()
+    for step in args.step or ():
+        registry.get(step, device)  # a wrong one is named before anything is measured
     progress("matrix product and copy, for the bound")
     bound = bench.measure_bound(device)
     rows = bench.ladder(device, B=args.B, T=args.T, H=args.H, steps=args.step, bound=bound, progress=progress)

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,6 +87,7 @@ def run(output: Path, wanted: Sequence[str] = (), afresh: bool = True) -> int:
     in the book: those that are not run as they last ran, if nothing changed since, else without results.
     """
     chosen = find_lessons(wanted)
+    _check_writable(output)
     os.environ["KINETO_LOG_LEVEL"] = "6"  # or torch.profiler would write of its start and stop among these lines
     started = time.perf_counter()
     native.build("cpu")
@@ -108,6 +110,18 @@ def run(output: Path, wanted: Sequence[str] = (), afresh: bool = True) -> int:
     if warnings:
         print(f"\nThe book is not as it should be:\n{warnings}", file=sys.stderr)
     return 1 if warnings or any(lesson.failure for lesson in lessons) or any(row.refused for row in rows) else 0
+
+
+def _check_writable(folder: Path) -> None:
+    """Raises ValueError now for what would end a run of minutes in an error."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"the book cannot be written to {folder} ({error}); name another folder with --output"
+        ) from None
 
 
 def execute(path: Path) -> Lesson:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kda_lab import bench, cli, registry
+from kda_lab import bench, cli, registry, tour
 from kda_lab.profiling import recorded
 
 
@@ -64,16 +65,62 @@ def test_help_does_not_import_torch():
         (["explore", "--lower-bound", "nan"], "lower_bound"),
         (["explore", "--gate", "nosuch"], "nosuch"),
         (["tour", "42"], "42"),
+        (["tour", "--output", f"{__file__}/book", "0"], "--output"),
         (["nosuch"], "nosuch"),
         ([], "COMMAND"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(capsys, monkeypatch, argv, expected):
-    monkeypatch.setattr(bench, "measure_bound", lambda device: bench.Bound(1e11, 1e10))
+    for module, function in ((bench, "measure_bound"), (tour, "execute")):
+        monkeypatch.setattr(module, function, lambda *_: pytest.fail("it began to work"))
     status, out, err = run(capsys, *argv)
     assert status == 2
     assert expected in err.strip().splitlines()[-1]
     assert "Traceback" not in out + err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named(capsys):
+    status, out, err = run(capsys, "ladder", "--device", "cuda")
+    assert (status, out) == (2, "")
+    assert "torch finds no GPU here" in err.strip().splitlines()[-1]
+
+
+def test_sizes_beyond_the_memory_are_a_mistake(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "measure_bound", lambda device: bench.Bound(1e11, 1e10))
+    status, out, err = run(capsys, "ladder", "--device", "cpu", "-T", str(10**11), "--step", "5")
+    assert (status, out) == (2, "")
+    assert "allocate" in err
+
+
+ODD_TERMINALS = [
+    {"LC_ALL": "C"},
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    {"PYTHONIOENCODING": "ascii"},
+    {"PYTHONIOENCODING": "ascii:strict"},
+    {"PYTHONIOENCODING": "latin-1"},
+]
+
+
+@pytest.mark.parametrize("terminal", ODD_TERMINALS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ladder", "--device", "cpu", "-T", "16", "-H", "1", "--step", "5"],
+        ["steps"],
+        ["diff", "1", "2"],
+        ["explore", "--lower-bound", "-6"],
+        ["--help"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_every_terminal_can_show_what_is_printed(command, terminal):
+    program = [sys.executable, "-m", "kda_lab.cli", *command]
+    done = subprocess.run(program, env={**os.environ, **terminal}, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b"Error" not in done.stderr
+    if command[0] == "ladder" and "ascii" in str(terminal):
+        assert b"? faster" in done.stdout
 
 
 def test_steps_lists_the_registry(capsys):

@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -44,6 +46,13 @@ exec {shutil.which("c++")} "$@"
 def compilations(tmp_path: Path) -> int:
     log = tmp_path / "compilations.txt"
     return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def command_line(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it has ended
+        return ""
 
 
 def wait_for(condition, what: str) -> None:
@@ -103,6 +112,26 @@ def test_nothing_of_a_killed_build_is_used(csrc, compiler, tmp_path):
     assert status == 0, stderr
     assert second != first
     assert not list((tmp_path / "cache").glob("trees/*/unfinished"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_build_that_is_called_off_leaves_no_compiler_running(number, csrc, compiler, tmp_path):
+    environment = native_stub.environment(csrc, tmp_path / "cache", CXX=str(compiler))
+    (tmp_path / "slow").touch()
+    build = subprocess.Popen(
+        [sys.executable, "-m", "kda_lab.cli", "build"], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: compilations(tmp_path), "a compilation")
+    build.send_signal(number)
+    stderr = build.communicate(timeout=30)[1]
+    assert build.returncode == 128 + number
+    assert "Traceback" not in stderr
+    with cache.locked(next((tmp_path / "cache").glob("trees/*.lock")), "it"):  # no child holds it any more
+        pass
+    running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in command_line(path)]
+    assert not running
+    (tmp_path / "slow").unlink()
+    assert native_stub.finish(native_stub.start_build(environment))[0] == 0
 
 
 def flip_a_byte(library: Path) -> None:
