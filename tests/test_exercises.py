@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kda_lab import exercises, own_step
-from kda_lab.exercises import WRITE, Wrong, lesson_00, lesson_01, lesson_03, lesson_05, lesson_06
+from kda_lab.exercises import WRITE, Wrong, lesson_00, lesson_01, lesson_02, lesson_03, lesson_05, lesson_06, tally
 from kda_lab.exercises import notebook as exercise_cells
 from kda_lab.tour import find_lessons
 
@@ -265,14 +265,112 @@ def test_stub_is_the_solution_without_its_body(exercise):
     assert exercise.points >= 1
 
 
-def test_cost_ranks_right_answers():
-    def exp_once_more(q_hat, k_hat, G, scale, exp):
-        rows = exp(G)
-        return scale * np.tril((q_hat * rows) @ (k_hat / rows).T)
-
-    cost = exercises.get("3.2").check(exp_once_more)
+def test_a_cost_says_what_it_counts_and_what_the_solution_has():
+    cost = exercises.get("3.2").check(COSTS["3.2"][0])
     assert (cost.value, cost.solution) == (1.0, 2.0)
-    assert "cost 1 exponentials for each element; the solution's is 2" in str(cost)
+    assert str(cost) == "cost 1 exponentials for each element; the solution's is 2"
+
+
+COSTS = {  # exercise: an answer that is right, and how it compares with the solution
+    "0.2": (
+        lambda S, q, k, v, g, beta, scale: (
+            T := S * np.exp(g) + beta * np.outer(v - (S * np.exp(g)) @ k, k),
+            scale * T @ q,
+        ),
+        "dearer",
+    ),
+    "1.2": (L_with(lambda pairs, beta: np.tril(beta[:, None] * pairs, -1)), "dearer"),
+    "1.3": (lambda L: invert_triangle(L), "cheaper"),
+    "2.2": (lesson_02.activate_gate, "equal"),
+    "3.2": (lambda q, k, G, scale, exp: scale * np.tril((q * (rows := exp(G))) @ (k / rows).T), "cheaper"),
+    "3.3": (lambda G: (np.exp(G - G[9]), np.exp(G[9] - G)), "dearer"),
+    "6.1": (lambda INV, beta, k, v: ((INV * beta) @ k, (INV * beta) @ v), "cheaper"),
+    "6.2": (
+        lambda q, k, Mqk, INV, beta, v, S: q @ S.T + Mqk @ (INV @ (beta[:, None] * (v - k @ S.T))),
+        "dearer",
+    ),
+    "8.3": (lambda gate: "clamp" if abs(gate(-2.0, -5.0) - lesson_08_clamp(-2.0)) < 1e-9 else "factor", "cheaper"),
+}
+
+
+def lesson_08_clamp(logit):
+    return -math.log1p(math.exp(logit))
+
+
+def invert_triangle(L):
+    INV = np.eye(len(L))
+    for i in range(1, len(L)):
+        INV[i, :i] = -L[i, :i] @ INV[:i, :i]
+    return INV
+
+
+@pytest.mark.parametrize("id", COSTS)
+def test_costs_rank_answers_that_are_right(id):
+    answer, expected = COSTS[id]
+    cost = exercises.get(id).check(answer)
+    found = "equal" if cost.value == cost.solution else "cheaper" if cost.value < cost.solution else "dearer"
+    assert found == expected, str(cost)
+
+
+def test_what_has_a_cost_says_so():
+    """Each is an answer that computes something; 9.3 builds steps, and its cost is tested with a stand-in."""
+    with_cost = {exercise.id for exercise in QUICK if exercise.check(exercise.solution) is not None} | {"9.3"}
+    assert with_cost == {*COSTS, "9.3"}
+    for exercise in ALL:
+        assert ("The cost is" in exercise.spec) == (exercise.id in with_cost), exercise.id
+
+
+def counted(function, *arrays):
+    """Operations and exponentials, as the tally counts them."""
+    return tuple(
+        tally._count(function, lambda watch: tuple(map(watch, arrays)), what)
+        for what in (tally.OPERATIONS, tally.EXPONENTIALS)
+    )
+
+
+def dot_by_hand(a, b):
+    total = 0.0
+    for i in range(len(a)):
+        total = total + a[i] * b[i]
+    return total
+
+
+def shrink(a):
+    a *= 0.5
+    a[0] -= a[1] @ np.ones((5, 5))
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "expected"),
+    [
+        (lambda a, b: a + 2 * b, [(3, 5), (3, 5)], (30, 0)),
+        (lambda a, b: a @ b, [(3, 4), (4, 5)], (120, 0)),
+        (lambda a, b: np.dot(a, b), [(3, 4), (4, 5)], (120, 0)),
+        (lambda a, b: np.einsum("ik,kj->ij", a, b), [(3, 4), (4, 5)], (120, 0)),
+        (lambda a, b: np.einsum("id,jd,id->ij", a, b, a), [(3, 4), (5, 4)], (180, 0)),
+        (lambda a, b: np.outer(a, b), [(3,), (5,)], (15, 0)),
+        (lambda a: a.sum(), [(3, 5)], (15, 0)),
+        (lambda a: np.sum(a, axis=0), [(3, 5)], (15, 0)),
+        (lambda a: np.exp(-a)[:2] * a[:2], [(3, 5)], (10, 15)),
+        (lambda a: np.tril(a.T), [(5, 5)], (0, 0)),
+        (dot_by_hand, [(7,), (7,)], (14, 0)),
+        (shrink, [(5, 5)], (25 + 50 + 5, 0)),
+        (lambda a: [np.exp2(row[0]) for row in a], [(3, 5)], (0, 3)),
+    ],
+)
+def test_the_tally_counts_what_is_computed(function, shapes, expected):
+    assert counted(function, *(np.ones(shape) for shape in shapes)) == expected
+
+
+def test_an_answer_that_cannot_be_counted_has_no_cost():
+    def through_lists(L):
+        return lesson_01.invert(np.array(L.tolist()))
+
+    def by_torch(L):
+        return lesson_01.invert(torch.from_numpy(L).numpy())
+
+    for answer in (through_lists, by_torch):
+        assert exercises.get("1.3").check(answer) is None
 
 
 def test_mistakes_do_not_hide_behind_torch_tensors():
@@ -332,7 +430,20 @@ def test_own_step_that_is_faster_passes(monkeypatch):
     mine, start = own_step.example("fast"), own_step.example("start")
     fast = report(times=({"step": own_step.NUMBER, "slug": "own_step", "median_ms": 20.0},))
     monkeypatch.setattr(own_step, "run", lambda path: report() if path == start else fast)
-    assert dataclasses.astuple(exercises.get("9.3").check(lambda: mine)) == (20.0, 50.0, "ms")
+    cost = exercises.get("9.3").check(lambda: mine)
+    assert dataclasses.astuple(cost) == (0.2, 0.2, "of the starting file's time")
+
+
+def test_own_step_is_compared_with_the_solution(monkeypatch, tmp_path):
+    times = {"mine.cpp": 10.0, "fast.cpp": 20.0, "start.cpp": 100.0}
+
+    def run(path):
+        return report(times=({"step": own_step.NUMBER, "slug": "own_step", "median_ms": times[path.name]},))
+
+    (tmp_path / "mine.cpp").touch()
+    monkeypatch.setattr(own_step, "run", run)
+    cost = exercises.get("9.3").check(lambda: tmp_path / "mine.cpp")
+    assert (cost.value, cost.solution) == (0.1, 0.2)
 
 
 def test_importing_a_lesson_needs_no_compiler():
@@ -376,7 +487,7 @@ def test_lessons_are_red_with_stubs_and_green_with_solutions(path):
 def test_the_fast_example_solves_the_last_exercise():
     exercise = exercises.get("9.3")
     cost = exercise.check(exercise.solution)
-    assert 0 < cost.value < cost.solution
+    assert 0 < cost.value == cost.solution < 1 / 2
 
 
 class _EqualToEverything(float):

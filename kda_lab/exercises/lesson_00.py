@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kda_lab.exercises.exercise import COUNT, READ, WRITE, Exercise, expect, expect_close, random
+from kda_lab.exercises import tally
+from kda_lab.exercises.exercise import COUNT, READ, WRITE, Cost, Exercise, expect, expect_close, random
 
 
 def share_left(lower_bound, tokens):
@@ -30,11 +31,11 @@ def _judge_share(answer) -> None:
 def one_token(S, q, k, v, g, beta, scale):
     """One token of the definition: returns the new S [V, K] and the output [V]. q and k have length 1 already."""
     S = S * np.exp(g)
-    S = S + beta * np.outer(v - S @ k, k)
-    return S, scale * S @ q
+    S = S + np.outer(beta * (v - S @ k), k)
+    return S, S @ (scale * q)
 
 
-def _judge_token(answer) -> None:
+def _judge_token(answer) -> Cost | None:
     S, q, k, v = random(3, 4), random(4, seed=1), random(4, seed=2), random(3, seed=3)
     q, k, g, beta, scale = q / np.linalg.norm(q), k / np.linalg.norm(k), -np.abs(random(4, seed=4)), 0.6, 0.5
     before = S.copy()
@@ -64,6 +65,10 @@ def _judge_token(answer) -> None:
             "The scale is missing.": state @ q,
         },
         "The output is not right: scale times S q, with the new S.",
+    )
+    S, q, k, v, g = random(64, 64), random(64), random(64), random(64), -np.ones(64)
+    return tally.cost(
+        answer, one_token, lambda watch: (watch(S), q, k, v, g, 0.6, 0.5), "operations for each entry of S", per=S.size
     )
 
 
@@ -109,10 +114,15 @@ EXERCISES = (
         "0.2",
         "One token",
         WRITE,
-        "Write the definition for one token of one head: forget, correct, read, in this order.",
+        "Write the definition for one token of one head: forget, correct, read, in this order. The cost is the "
+        "number of operations for each entry of the state; the lesson counted seven.",
         one_token,
         _judge_token,
-        ("`S * np.exp(g)` scales every column d by its own decay.", "`np.outer(a, b)[i, j]` is `a[i] * b[j]`."),
+        (
+            "`S * np.exp(g)` scales every column d by its own decay.",
+            "`np.outer(a, b)[i, j]` is `a[i] * b[j]`.",
+            "beta and scale can be multiplied into a vector before it meets the matrix.",
+        ),
         points=2,
     ),
     Exercise(

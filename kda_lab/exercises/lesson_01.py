@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kda_lab.exercises.exercise import COUNT, WRITE, Exercise, expect, expect_close, random
+from kda_lab.exercises import tally
+from kda_lab.exercises.exercise import COUNT, WRITE, Cost, Exercise, expect, expect_close, random
 
 
 def exponentials(chunk, K):
@@ -37,7 +38,7 @@ def make_L(k_hat, beta, G):
     return L
 
 
-def _judge_L(answer) -> None:
+def _judge_L(answer) -> Cost | None:
     k_hat, beta = random(5, 3), np.linspace(0.1, 0.9, 5)
     G = np.cumsum(-np.abs(random(5, 3, seed=1)), axis=0)
     with np.errstate(over="ignore"):
@@ -56,6 +57,15 @@ def _judge_L(answer) -> None:
         },
         "Compare with the formula under form_L_and_Mqk, entry by entry.",
     )
+    k_hat, G = random(16, 8), np.cumsum(-np.abs(random(16, 8, seed=1)), axis=0)
+    return tally.cost(
+        answer,
+        make_L,
+        lambda watch: (k_hat, np.ones(16), watch(G)),
+        "exponentials for each element of k",
+        what=tally.EXPONENTIALS,
+        per=k_hat.size,
+    )
 
 
 def invert(L):
@@ -66,7 +76,7 @@ def invert(L):
     return INV
 
 
-def _judge_invert(answer) -> None:
+def _judge_invert(answer) -> Cost | None:
     L = np.tril(random(6, 6), -1)
     exact = np.linalg.inv(np.eye(6) + L)
     expect_close(
@@ -86,6 +96,7 @@ def _judge_invert(answer) -> None:
         np.allclose(answer(nilpotent.copy()) @ (np.eye(16) + nilpotent), np.eye(16)),
         "On equal keys (all of L is 1) INV (I + L) is not the identity.",
     )
+    return tally.cost(answer, invert, lambda watch: (watch(nilpotent),), "C³ operations", per=16**3)
 
 
 def update_state(S, U, k_hat, G):
@@ -127,7 +138,8 @@ EXERCISES = (
         "1.2",
         "What tokens do to each other",
         WRITE,
-        "Write $L$ for one chunk and head. Loops are welcome.",
+        "Write $L$ for one chunk and head. Loops are welcome. The cost is the number of exponentials for each element "
+        "of $\\hat k$, in a chunk of 16.",
         make_L,
         _judge_L,
         ("Two loops: i over the tokens, j over those before i.", "The sum runs over channels, with the decay inside."),
@@ -136,7 +148,8 @@ EXERCISES = (
         "1.3",
         "Invert by hand",
         WRITE,
-        "$L$ has nothing on or above its diagonal, so $(I + L)^{-1}$ needs no division. Write it.",
+        "$L$ has nothing on or above its diagonal, so $(I + L)^{-1}$ needs no division. Write it. The cost is the "
+        "number of operations. The solution's can be beaten: most of what it multiplies is 0.",
         invert,
         _judge_invert,
         ("(I + L) INV = I, read row by row.", "INV[i] = I[i] - L[i] @ INV, where L[i] reaches rows above i only."),

@@ -107,7 +107,7 @@ EXERCISES = (
         "A gate without base e",
         WRITE,
         "Write `activate_gate` so that the only exponential is the function `exp2` that you are given. Fold every "
-        "$\\log_2 e$ into a factor that is there anyway.",
+        "$\\log_2 e$ into a factor that is there anyway. The cost is the number of exponentials for each gate value.",
         activate_gate,
         _judge_gate,
         (

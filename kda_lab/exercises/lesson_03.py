@@ -77,7 +77,7 @@ def centred_factors(G):
     return np.exp(G - middle), np.exp(middle - G)
 
 
-def _judge_centred(answer) -> None:
+def _judge_centred(answer) -> Cost:
     C = 16
     G = -5.0 * np.arange(1, C + 1)[:, None] * np.ones((1, 3))
     result = answer(G)
@@ -97,6 +97,8 @@ def _judge_centred(answer) -> None:
         largest <= 0.6 * plain,
         f"The largest exponent is {largest / plain:.0%} of what it was; about half can be had. Which row is best?",
     )
+    best = np.log(max(factor.max() for factor in centred_factors(G)))
+    return Cost(round(largest / plain, 3), round(best / plain, 3), "of the largest exponent from the chunk's start")
 
 
 EXERCISES = (
@@ -113,7 +115,7 @@ EXERCISES = (
         "3.2",
         "Two exponentials instead of eight",
         WRITE,
-        "Write $M^{qk}$ as one matrix product. The score is the number of exponentials for each element.",
+        "Write $M^{qk}$ as one matrix product. The cost is the number of exponentials for each element.",
         factored_Mqk,
         _judge_Mqk,
         ("Scale the rows of q_hat and of k_hat before the product.", "`np.tril` keeps the diagonal."),
@@ -124,7 +126,8 @@ EXERCISES = (
         "Another zero point",
         WRITE,
         "Nothing says that $e^{\\pm G}$ must be measured from the start of the chunk. Choose another row as zero, so "
-        "that the largest factor has about half the exponent, and the product of the two is what it was.",
+        "that the largest factor has about half the exponent, and the product of the two is what it was. The cost is "
+        "the largest exponent that is left.",
         centred_factors,
         _judge_centred,
         ("Subtract the same row from G in both factors.", "Which row makes the largest |G - m| smallest?"),

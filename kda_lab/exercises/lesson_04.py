@@ -85,8 +85,9 @@ EXERCISES = (
         "4.1",
         "What need not travel",
         COUNT,
-        "Steps 1 to 3 write every intermediate to device memory and read it back. How many bytes are that for one "
-        "chunk and head, in the formats of step 5? This is what fusing keeps on chip.",
+        "Between separate kernels every intermediate goes through device memory. How many bytes of them are there for "
+        "one chunk and head, if they have step 5's formats, which the docstring lists? Step 4 keeps all of them on "
+        "chip; steps 1 to 3 pass on more, because theirs are fp32.",
         intermediate_bytes,
         _judge_bytes,
         ("Three tensors have C · D elements.", "Two have C · C."),

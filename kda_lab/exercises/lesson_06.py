@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kda_lab.exercises.exercise import COUNT, WRITE, Exercise, expect, expect_close, random
+from kda_lab.exercises import tally
+from kda_lab.exercises.exercise import COUNT, WRITE, Cost, Exercise, expect, expect_close, random
 
 
 def _chunk():
@@ -20,7 +21,7 @@ def wy(INV, beta, k_decayed, values):
     return INV @ (beta[:, None] * k_decayed), INV @ (beta[:, None] * values)
 
 
-def _judge_wy(answer) -> None:
+def _judge_wy(answer) -> Cost | None:
     INV, beta, k, v, *_ = _chunk()
     result = answer(INV, beta, k, v)
     expect(isinstance(result, tuple) and len(result) == 2, "Return two arrays: w and u.")
@@ -36,6 +37,9 @@ def _judge_wy(answer) -> None:
             },
             f"{name} is not right: INV times (beta times the rows).",
         )
+    INV, beta, k, v = np.tril(random(16, 16)), random(16), random(16, 32), random(16, 32)
+    arguments = (INV, beta, k, v)
+    return tally.cost(answer, wy, lambda watch: tuple(map(watch, arguments)), "operations a token", per=16)
 
 
 def chunk_output(q_decayed, k_decayed, Mqk, INV, beta, values, S):
@@ -44,7 +48,7 @@ def chunk_output(q_decayed, k_decayed, Mqk, INV, beta, values, S):
     return (q_decayed - P @ k_decayed) @ S.T + P @ values
 
 
-def _judge_output(answer) -> None:
+def _judge_output(answer) -> Cost | None:
     INV, beta, k, v, q, Mqk, S = _chunk()
     P = Mqk @ (INV * beta)
     by_rows = Mqk @ (beta[:, None] * INV)
@@ -62,6 +66,15 @@ def _judge_output(answer) -> None:
             "beta is missing.": (q - Mqk @ INV @ k) @ S.T + Mqk @ INV @ v,
         },
         "Start from O = q_decayed S^T + Mqk U and U = INV beta (V - k_decayed S^T), and collect what multiplies S^T.",
+    )
+    INV, Mqk, beta, S = np.tril(random(16, 16)), np.tril(random(16, 16)), random(16), random(32, 32)
+    q, k, v = random(16, 32), random(16, 32), random(16, 32)
+    return tally.cost(
+        answer,
+        chunk_output,
+        lambda watch: (q, k, Mqk, INV, beta, v, watch(S)),
+        "operations that wait for the state, for each entry of the output",
+        per=v.size,
     )
 
 
@@ -89,7 +102,8 @@ EXERCISES = (
         "6.1",
         "What need not wait",
         WRITE,
-        "Split the correction $U$ into a part that knows the state and one that does not: $U = u - w S^{\\top}$.",
+        "Split the correction $U$ into a part that knows the state and one that does not: $U = u - w S^{\\top}$. The "
+        "cost is the number of operations.",
         wy,
         _judge_wy,
         ("U = INV (beta (V - k_decayed S^T)).", "Multiply out."),
@@ -99,7 +113,7 @@ EXERCISES = (
         "An output that does not wait for U",
         WRITE,
         "With $P = M^{qk}\\,\\mathrm{INV}\\,\\mathrm{diag}(\\beta)$ the output needs no $U$: $O = q' S^{\\top} + P V$. "
-        "Find $q'$ and write it.",
+        "Find $q'$ and write it. The cost is the number of operations that wait for $S$.",
         chunk_output,
         _judge_output,
         ("`INV * beta` scales columns, `beta[:, None] * INV` rows.", "Everything that multiplies S^T makes q'."),

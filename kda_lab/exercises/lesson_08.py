@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kda_lab.exercises.exercise import READ, WRITE, Exercise, expect_choice
+from kda_lab.exercises.exercise import READ, WRITE, Cost, Exercise, expect_choice
 
 CONFIRMED, REFUTED, NOT_MEASURED = VERDICTS = ("confirmed", "refuted", "not measured")
 
@@ -59,8 +59,11 @@ def clamp_or_factor(gate):
     return "factor" if abs(weak - halved) > 1e-3 else "clamp"
 
 
-def _judge_clamp(answer) -> None:
+def _judge_clamp(answer) -> Cost:
+    asked = []
+
     def factor(logit, lower_bound):
+        asked.append(logit)
         return lower_bound / (1 + math.exp(-logit))
 
     def clamp(logit, lower_bound):
@@ -70,6 +73,9 @@ def _judge_clamp(answer) -> None:
     hint = "Both reach lower_bound when the gate is strong: an experiment must look where they differ, at a weak gate."
     expect_choice(answer(factor), "factor", kinds, {"clamp": f"This gate scales with lower_bound everywhere. {hint}"})
     expect_choice(answer(clamp), "clamp", kinds, {"factor": f"This gate is cut off at lower_bound. {hint}"})
+    questions = len(asked)
+    clamp_or_factor(factor)
+    return Cost(questions, len(asked) - questions, "questions to the black box")
 
 
 EXERCISES = (
@@ -98,7 +104,7 @@ EXERCISES = (
         "Design an experiment",
         WRITE,
         "Two write-ups disagree: one says that `lower_bound` is a clamp, one that it is a factor. You get the gate as "
-        "a black box. Find out.",
+        "a black box. Find out. The cost is the number of your questions.",
         clamp_or_factor,
         _judge_clamp,
         ("What do both do to a gate far above the bound?", "Change lower_bound and see whether a weak gate follows."),
