@@ -135,6 +135,8 @@ def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _dtype_name(values: Any) -> str:
+    if not isinstance(values, (torch.Tensor, np.ndarray, np.generic)):
+        raise TypeError(f"cannot compare a {type(values).__name__}; expected a torch.Tensor or a NumPy array")
     return str(values.dtype).removeprefix("torch.")
 
 

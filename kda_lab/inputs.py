@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from kda_lab import arguments
 
 REGIMES = ("forget", "mixed", "retain", "saturated", "collinear")
 
@@ -74,6 +76,7 @@ class Inputs:
 
     def chunks(self, chunk: int) -> list[tuple[int, int, int]]:
         """(sequence, first token, number of tokens <= chunk) of every chunk, sequence after sequence."""
+        chunk = arguments.whole("chunk", chunk, least=1)
         return [
             (sequence, start, min(chunk, stop - start))
             for sequence, (first, stop) in enumerate(self.spans())
@@ -82,6 +85,7 @@ class Inputs:
 
     def to(self, device: torch.device | str) -> Inputs:
         """The same inputs on another device."""
+        device = arguments.torch_device("device", device)
         tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return self.with_(**tensors)
 
@@ -92,6 +96,12 @@ class Inputs:
     def new_out(self) -> Tensor:
         """An uninitialised output, [B, T, H, V] bf16."""
         return torch.empty_like(self.v, memory_format=torch.contiguous_format)
+
+
+def check_inputs(inputs: Any) -> None:
+    """Raises TypeError for what is not :class:`Inputs`."""
+    if not isinstance(inputs, Inputs):
+        raise TypeError(f"inputs is a {type(inputs).__name__}; expected kda_lab.Inputs, as kda_lab.make_inputs() makes")
 
 
 def make_inputs(
@@ -128,21 +138,32 @@ def make_inputs(
         collinear regime and 0 in the others.
     scale: None means K ** -0.5.
 
-    Raises ValueError for an unknown regime or state dtype, a correlation outside [0, 1], or seq_lens with B > 1.
+    Raises ValueError for an unknown regime, state dtype or device, a negative size (K and V are at least 1), a
+    correlation outside [0, 1], or seq_lens with B > 1; TypeError for what is no number where one belongs.
     """
+    B, T, H = (arguments.whole(name, size) for name, size in (("B", B), ("T", T), ("H", H)))
+    K, V = (arguments.whole(name, size, least=1) for name, size in (("K", K), ("V", V)))
+    lower_bound = arguments.number("lower_bound", lower_bound)
+    seed = arguments.whole("seed", seed)
+    scale = K**-0.5 if scale is None else arguments.number("scale", scale)
+    device = arguments.torch_device("device", device)
     if regime not in REGIMES:
         raise ValueError(f"regime is {regime!r}; expected one of {', '.join(REGIMES)}")
-    if initial_state is not None and initial_state not in _STATE_DTYPES:
+    if initial_state not in (None, *_STATE_DTYPES):
         raise ValueError(f"initial_state is {initial_state!r}; expected 'bf16', 'fp32' or None")
     collinear = regime == "collinear"
     if key_correlation is None:
         key_correlation = 1.0 if collinear else 0.0
+    key_correlation = arguments.number("key_correlation", key_correlation)
     if not 0.0 <= key_correlation <= 1.0:
         raise ValueError(f"key_correlation is {key_correlation}; expected a cosine in [0, 1]")
     cu_seqlens = None
     if seq_lens is not None:
         if B != 1:
             raise ValueError(f"B is {B} with seq_lens; packed sequences share one batch row, so pass B=1")
+        if isinstance(seq_lens, str) or not isinstance(seq_lens, Iterable):
+            raise TypeError(f"seq_lens is {seq_lens!r}; expected the lengths of the sequences, such as (17, 0, 47)")
+        seq_lens = [arguments.whole(f"seq_lens[{n}]", length) for n, length in enumerate(seq_lens)]
         cu_seqlens = torch.tensor([0, *seq_lens], dtype=torch.int64).cumsum(0)
         T = int(cu_seqlens[-1])
 
@@ -170,7 +191,7 @@ def make_inputs(
         beta=beta.bfloat16(),
         A_log=torch.zeros(H),
         dt_bias=torch.zeros(H, K),
-        scale=K**-0.5 if scale is None else scale,
+        scale=scale,
         lower_bound=lower_bound,
         initial_state=state,
         cu_seqlens=cu_seqlens,

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from kda_lab import reference, rounding
+from kda_lab import arguments, reference, rounding
 from kda_lab.compare import relative_rms
 from kda_lab.inputs import Inputs, make_inputs
 
@@ -149,16 +149,19 @@ def explore(
     A_log, dt_bias: of every head and channel. gate: a name in ``GATES`` or (mean, std) of the gate's logits.
     errors: also run the compiled step and the mirror; without, both errors are None (not measured).
 
-    Raises ValueError for a bound that is not finite, a chunk other than 8, 16, 32 or 64, or an unknown dtype or gate.
+    Raises ValueError for a bound that is not finite, a chunk other than 8, 16, 32 or 64, or an unknown dtype or gate;
+    TypeError for what is no number where one belongs.
     """
+    lower_bound = arguments.number("lower_bound", lower_bound)
     if not abs(lower_bound) <= 1000:
         raise ValueError(f"lower_bound is {lower_bound}; expected a number between -1000 and 1000")
+    A_log, dt_bias = arguments.number("A_log", A_log), arguments.number("dt_bias", dt_bias)
     for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
         if not math.isfinite(value):
             raise ValueError(f"{name} is {value}; expected a finite number")
-    if chunk not in (8, 16, 32, 64):
+    if arguments.whole("chunk", chunk) not in (8, 16, 32, 64):
         raise ValueError(f"chunk is {chunk}; expected 8, 16, 32 or 64")
-    if dtype not in DTYPES:
+    if dtype not in tuple(DTYPES):
         raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
     inputs = problem(lower_bound, chunk, A_log, dt_bias, gate)
 
@@ -215,7 +218,10 @@ def problem(
         if gate not in _GATE_LOGITS:
             raise ValueError(f"gate is {gate!r}; expected (mean, std) or one of {', '.join(GATES)}")
         gate = _GATE_LOGITS[gate]
-    mean, std = gate
+    try:
+        mean, std = (arguments.number("gate", value) for value in gate)
+    except (TypeError, ValueError):
+        raise ValueError(f"gate is {gate!r}; expected (mean, std) or one of {', '.join(GATES)}") from None
     base = _base_problem(-(-_TOKENS // chunk) * chunk, size)
     return base.with_(
         lower_bound=lower_bound,

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from kda_lab.inputs import Inputs, Result
+from kda_lab.inputs import Inputs, Result, check_inputs
 
 NORM_EPSILON = 1e-6  # added to |q|^2 and |k|^2, inside the root
 
@@ -24,9 +24,10 @@ def recurrent(inputs: Inputs) -> Result:
     S <- S diag(exp(g_t));  S <- S + beta_t (v_t - S k_t) k_t^T;  o_t = scale S q_t, with q, k normalised and g, beta
     activated (see :func:`activate`). Each sequence starts at its initial state, or zeros; an empty one ends there too.
     """
+    check_inputs(inputs)
     q, k, g, beta = activate(inputs)
     decay = np.exp(g)
-    v = _array(inputs.v).reshape(-1, inputs.H, inputs.V)
+    v = _array(inputs.v).reshape(inputs.B * inputs.T, inputs.H, inputs.V)
     out = np.zeros_like(v)
     order, first, running = _lockstep(inputs)
     state = _initial_state(inputs)[order]
@@ -42,6 +43,7 @@ def recurrent(inputs: Inputs) -> Result:
 
 def recurrent_torch(inputs: Inputs, device: torch.device | str | None = None) -> Result:
     """:func:`recurrent` in float64 torch tensors on ``device`` (default: where the inputs are), for large checks."""
+    check_inputs(inputs)
     inputs = inputs if device is None else inputs.to(device)
     q, k, g, beta = _activate_torch(inputs)
     decay = g.exp_()
@@ -72,7 +74,7 @@ def activate(inputs: Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
         return x / np.sqrt((x * x).sum(-1, keepdims=True) + NORM_EPSILON)
 
     def rows(x: torch.Tensor, *shape: int) -> np.ndarray:
-        return _array(x).reshape(-1, *shape)
+        return _array(x).reshape(inputs.B * inputs.T, *shape)
 
     H, K = inputs.H, inputs.K
     logits = rows(inputs.g, H, K) + _array(inputs.dt_bias)
@@ -131,10 +133,11 @@ def chunked(inputs: Inputs, chunk: int = 16) -> Chunked:
 
     Equal to :func:`recurrent` to float64 rounding, but for NaN: products of matrices carry it to every row of a chunk.
     """
+    check_inputs(inputs)
     layout = inputs.chunks(chunk)
     sequence, first_token, tokens = np.array(layout, dtype=np.int64).reshape(-1, 3).T
     q_hat, k_hat, g, beta = (_to_chunks(a, layout, chunk) for a in activate(inputs))
-    v = _to_chunks(_array(inputs.v).reshape(-1, inputs.H, inputs.V), layout, chunk)
+    v = _to_chunks(_array(inputs.v).reshape(inputs.B * inputs.T, inputs.H, inputs.V), layout, chunk)
 
     g_cumsum = np.cumsum(g, axis=2)
     k_decayed = k_hat * np.exp(g_cumsum)

@@ -79,6 +79,8 @@ AnyStep = TypeVar("AnyStep", Step, native.LibraryStep)
 
 def find(ladder: Sequence[AnyStep], step: int | str | Step | None, device: str, capability: int = 0) -> AnyStep:
     """`get` on a given list of steps, for a GPU of this compute capability."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; expected 'cpu' or 'cuda'")
     here = [candidate for candidate in ladder if device in candidate.devices]
     if step is None:
         return [candidate for candidate in here if candidate.compute_capability in (0, capability)][-1]

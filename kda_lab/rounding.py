@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kda_lab.inputs import Inputs, Result
+from kda_lab.inputs import Inputs, Result, check_inputs
 from kda_lab.reference import NORM_EPSILON
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny  # 2^-126, of bf16 too
@@ -77,6 +77,7 @@ def forward(inputs: Inputs, rounding: Rounding | None = None, chunk: int = 16) -
     [N, H, V, K] in the arithmetic's dtype. The published chunk is 16 tokens; others show what the same roundings would
     do there.
     """
+    check_inputs(inputs)
     r = Rounding.published() if rounding is None else rounding
     layout = inputs.chunks(chunk)
     q_hat, k_hat, v, g_log2, beta = (_to_chunks(rows, layout, chunk) for rows in _activate(inputs, r))

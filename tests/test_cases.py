@@ -15,7 +15,7 @@ from ladder import ANY_BOUND, CHUNKS, STEPS, STEPS_AND_CHUNKS, assert_right
 from torch import Tensor
 
 import kda_lab
-from kda_lab import ops, reference
+from kda_lab import compare, ops, reference, rounding
 from kda_lab.inputs import Inputs, Result, make_inputs
 
 FACTORED = tuple(step for step in STEPS if step not in ANY_BOUND)
@@ -197,6 +197,37 @@ def test_empty_sequences(step: str, seq_lens: list[int], state: str | None) -> N
         if length == 0:
             kept = torch.zeros_like(result.final_state[n]) if state is None else inputs.initial_state[n]
             assert torch.equal(result.final_state[n], kept)
+
+
+ZEROS = [{"B": 0}, {"T": 0}, {"H": 0}, {"B": 0, "T": 0}, {"B": 0, "H": 0}, {"T": 0, "H": 0}]
+ZEROS += [{"seq_lens": []}, {"seq_lens": [0]}, {"seq_lens": [0, 0], "H": 0}, {"seq_lens": [3, 0, 17], "H": 0}]
+
+
+@pytest.mark.parametrize("sizes", ZEROS, ids=str)
+@pytest.mark.parametrize("state", [None, "fp32", "bf16"])
+def test_sizes_of_zero(sizes: dict, state: str | None) -> None:
+    """What has no element has its shape, and the state of a sequence without tokens stays, for all who compute it."""
+    inputs = make_inputs(**{"B": 1, "T": 20, "H": 2, "K": 8, "V": 16, "initial_state": state, **sizes})
+    expected = reference.recurrent(inputs)
+    assert expected.out.shape == (inputs.B, inputs.T, inputs.H, 16)
+    assert expected.final_state.shape == (inputs.N, inputs.H, 16, 8)
+    for step, chunk in STEPS_AND_CHUNKS:
+        assert_right(inputs, step, chunk, expected=expected, allow_unsafe=True)
+    others = reference.recurrent_torch(inputs), reference.chunked(inputs), rounding.forward(inputs)
+    for other in others:
+        assert compare.relative_rms(other.out, expected.out) == 0
+        assert compare.relative_rms(other.final_state, expected.final_state) < 3e-3
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("K", "V"), [(0, 8), (8, 0), (0, 0)])
+def test_keys_and_values_have_a_size(step: str, K: int, V: int) -> None:
+    inputs = make_inputs(T=20, H=2, K=8, V=8)
+    inputs = inputs.with_(**{name: getattr(inputs, name)[..., :K] for name in ("q", "k", "g", "dt_bias")})
+    inputs = inputs.with_(v=inputs.v[..., :V])
+    with pytest.raises(ValueError, match=r"[KV] is 0; expected 1 to"):
+        kda_lab.forward(inputs, step=step)
+    assert not reference.recurrent(inputs).out.any()  # the definition has nothing against them
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -107,7 +107,7 @@ def test_no_fast_math_anywhere_in_the_build():
 
 # Who may import whom: a module imports only from its own layer or one above. Data flows one way: inputs to notebooks.
 LAYERS = (
-    ("native", "inputs", "annotate", "compare", "sandbox"),
+    ("native", "arguments", "inputs", "annotate", "compare", "sandbox"),
     ("registry", "reference", "rounding"),
     ("ops", "sass", "dataflow"),
     ("numeric_range", "bench", "microbench", "peers"),
