@@ -7,9 +7,10 @@ import re
 import time
 
 import pytest
+import torch
 
 from kda_lab import bench, claims, cli, native, ops, sass
-from kda_lab.claims import CLAIMS, CONDITIONAL, CONFIRMED, NOT_MEASURED, REFUTED, Evidence
+from kda_lab.claims import CLAIMS, CONDITIONAL, CONFIRMED, NOT_MEASURED, REFUTED, Evidence, design, evidence
 from kda_lab.profiling.recorded import Recording
 
 YES, NO, IF, OPEN = CONFIRMED, REFUTED, CONDITIONAL, NOT_MEASURED
@@ -137,18 +138,16 @@ SYNTHETIC = {
     27: {
         verdict: dict(
             registers_free=72,
-            registers_limited=32 if spilled else 72,
+            registers_limited=64,
+            registers_tight=56,
             spill_bytes_limited=spilled,
-            prepare_us_free=free,
+            spill_bytes_tight=spilled,
+            prepare_us_free=400.0,
             prepare_us_limited=limited,
+            prepare_us_tight=500.0,
             noise=0.01,
         )
-        for verdict, spilled, free, limited in (
-            (YES, 100, 500.0, 400.0),
-            (NO, 100, 400.0, 500.0),
-            (IF, 0, 500.0, 400.0),
-            (OPEN, 100, 400.0, 401.0),
-        )
+        for verdict, spilled, limited in ((YES, 100, 350.0), (NO, 100, 450.0), (IF, 0, 350.0), (OPEN, 100, 401.0))
     },
     28: {
         YES: dict(share_flushed=0.3, share_overflowed=0.3, pairwise_error=1.0, pairwise_over_factored_time=2.0),
@@ -353,3 +352,29 @@ def test_without_a_compiler_machine_code_is_not_measured(recording, monkeypatch,
     finding = claims.evaluate(number)
     assert finding.verdict == NOT_MEASURED
     assert finding.sources[0] == "nvcc is needed and was not found"
+
+
+def test_times_of_a_gpu_settle_the_claim_on_registers(monkeypatch):
+    """As on a GPU: every variant is compiled and timed twice, and the fastest of each counts."""
+    times = {"(D)": [410.0, 400.0], "(D, 8)": [450.0, 440.0], "(D, 9)": [500.0, 505.0]}
+
+    def measure(bounds):
+        found = times[bounds.removeprefix("__launch_bounds__")]
+        return {"registers": 64, "spill_bytes": 16, "prepare_us": found.pop(0)}
+
+    monkeypatch.setattr(design, "_measure_variant", measure)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU of a test")
+    monkeypatch.setattr(evidence, "compiled", lambda: "compiled")
+    finding = claims.evaluate(27)
+    assert finding.verdict == REFUTED
+    assert finding.numbers["prepare_us_limited"] == 440.0
+    assert finding.numbers["noise"] == pytest.approx(0.025)
+    assert "timed on GPU of a test" in finding.source
+
+
+@pytest.mark.cuda_compiler
+def test_the_variants_of_prepare_are_compiled():
+    numbers = CLAIMS[27].measure().numbers
+    assert numbers["registers_free"] > numbers["registers_limited"] > numbers["registers_tight"]
+    assert 0 == numbers["spill_bytes_free"] < numbers["spill_bytes_limited"] < numbers["spill_bytes_tight"]

@@ -73,9 +73,16 @@ def opcodes(kernel: sass.Kernel, pattern: str) -> int:
 
 
 def kernel_of(code: Code, step: int | str, name: str, arch: str = ARCH) -> sass.Kernel:
-    """A step's kernel for the architecture; of several sizes the one for 16 tokens, or 128 channels."""
+    """A step's kernel for the architecture; of several instances the one for 16 tokens, or 128 channels.
+
+    Raises LookupError where there is none.
+    """
     found = code(step, arch)
-    return next(found[key] for key in (f"{name}<16>", f"{name}<128>", name) if key in found)
+    for key in (f"{name}<16", f"{name}<128", name):
+        for instance in sorted(found):
+            if re.match(rf"{re.escape(key)}(?:[,>]|$)", instance):
+                return found[instance]
+    raise LookupError(f"step {step} has no kernel {name} among {', '.join(sorted(found))}")
 
 
 def observed_log_decay(

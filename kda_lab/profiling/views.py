@@ -10,6 +10,7 @@ Figures and tables carry the recording's label, so that no number stands without
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -222,8 +223,8 @@ def registers(recording: Recording | None, kernel: str, head_size: int = 128) ->
     step, name = kernel.removesuffix(", split").split()
     code = (recording.sass(int(step)) if recording else None) or {}
     warpgroups = f", {1 if kernel.endswith('split') else head_size // 64}" if kernel.startswith("6 recurrence") else ""
-    found = code.get(f"{name}<{head_size}{warpgroups}>")
-    return None if found is None else found.registers
+    instance = re.compile(rf"{name}<{head_size}{warpgroups}[,>]")  # more arguments may follow, the usual choice first
+    return next((code[key].registers for key in sorted(code) if instance.match(key)), None)
 
 
 def memories(recording: Recording | None, H: int = 96) -> AltFigure:
