@@ -20,12 +20,17 @@ _AROUND = 4  # measured points on either side whose largest error is drawn
 _HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
 
 
-def moved_bytes_figure(moves: Mapping[str, Sequence[Move]], measured: Mapping[str, float] | None = None) -> AltFigure:
-    """Bytes a token and head that every step (key) moves in device memory, counted; a marker where measured, too."""
+def moved_bytes_figure(
+    moves: Mapping[str, Sequence[Move]], measured: Mapping[str, float] | None = None, label: str = "measured"
+) -> AltFigure:
+    """Bytes a token and head that every step (key) moves in device memory, counted; a marker where measured, too.
+
+    label: says of the measured ones where and when.
+    """
     fig = figure(8.8, 1.4 + 0.42 * len(moves))
     axes = fig.subplots()
     measured = measured or {}
-    totals = {}
+    totals, marked = {}, False
     for y, (name, of_step) in enumerate(moves.items()):
         outer = sum(move.bytes for move in of_step if not move.between_kernels)
         inner = sum(move.bytes for move in of_step if move.between_kernels)
@@ -34,7 +39,8 @@ def moved_bytes_figure(moves: Mapping[str, Sequence[Move]], measured: Mapping[st
         axes.barh(y, outer, 0.6, color=BLUE, label=labels[0])
         axes.barh(y, inner, 0.6, left=outer, color=OCHRE, hatch="//", edgecolor=PAPER, label=labels[1])
         if name in measured:
-            axes.plot(measured[name], y, "D", color=INK, label="measured" if y == 0 else None, linestyle="none")
+            axes.plot(measured[name], y, "D", color=INK, label=label if not marked else None, linestyle="none")
+            marked = True
         axes.text(max(totals[name], measured.get(name, 0)), y, f"  {totals[name]:,.0f} B", va="center", fontsize=9)
     least = min(totals.values())
     axes.axvline(least, color=GREY, linestyle=":", linewidth=1.5)

@@ -142,6 +142,9 @@ def test_moved_bytes_are_drawn_with_what_was_measured():
     fig = plots_gpu.moved_bytes_figure(moves, {"5": 2900.0})
     assert "4 1,282, 5 3,010 (measured 2,900). The least possible is 1,282." in fig.alt
     assert len(fig.axes[0].lines) == 2  # the diamond and the least
+    labels = [text.get_text() for text in views.moved_bytes(recorded.load(), (4, 5)).axes[0].get_legend().get_texts()]
+    assert any(re.fullmatch(r"measured, recorded on .+, \d{4}-\d\d-\d\d", label) for label in labels), labels
+    assert "(measured" not in views.moved_bytes(None, (4, 5)).alt
 
 
 def test_the_memories_are_named_with_their_sizes():

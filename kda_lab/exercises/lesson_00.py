@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kda_lab.exercises import tally
-from kda_lab.exercises.exercise import COUNT, READ, WRITE, Cost, Exercise, expect, expect_close, random
+from kda_lab.exercises.exercise import READ, WRITE, Cost, Exercise, expect, expect_close, random
 
 
 def share_left(lower_bound, tokens):
@@ -128,7 +128,7 @@ EXERCISES = (
     Exercise(
         "0.3",
         "An error that cannot lie",
-        COUNT,
+        WRITE,
         "Everything in this course rests on one number, the relative RMS error. Write it so that a NaN can never pass.",
         relative_error,
         _judge_error,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kda_lab.exercises.exercise import COUNT, MEASURE, READ, Exercise, expect_close
+from kda_lab.exercises.exercise import COUNT, READ, Exercise, expect_close
 
 
 def intermediate_bytes(chunk, D):
@@ -95,7 +95,7 @@ EXERCISES = (
     Exercise(
         "4.2",
         "Who has work?",
-        MEASURE,
+        COUNT,
         "One kernel that does everything for a (sequence, head) has as many blocks as there are such pairs. What share "
         "of a GPU's multiprocessors has work?",
         busy_share,

@@ -235,6 +235,12 @@ def memories(recording: Recording | None, H: int = 96) -> AltFigure:
     return plots_gpu.memory_figure(machine, H)
 
 
+def moved_bytes(recording: Recording | None, steps: Sequence[Step]) -> AltFigure:
+    """Bytes a token and head that steps move, counted from their sources; a marker where they were measured, too."""
+    counted = {_name(step): dataflow.moves(step) for step in steps}
+    return plots_gpu.moved_bytes_figure(counted, moved(recording, steps), _caption(recording, "measured"))
+
+
 def history(recording: Recording | None, step: Step, measured: str = "") -> Html:
     """What was tried on the way to a step, a change a row: timed on what, before and after, and whether it stayed.
 
