@@ -122,8 +122,10 @@ def test_reports_that_cannot_be_read_say_what_reads_them(recording, monkeypatch)
     ],
 )
 def test_views_show_the_recording_s_numbers(recording, view, number):
-    text = words(EVERY_VIEW[view](recording))
+    shown = EVERY_VIEW[view](recording)
+    text = words(shown)
     assert number in text
+    assert LABEL in getattr(shown, "alt", LABEL).replace("Recorded", "recorded"), "words alone must say where and when"
     assert LABEL in text or view in ("timeline_explorer", "sass", "history"), text
 
 

@@ -68,7 +68,7 @@ def describe_timeline(timeline: Timeline, start_us: float, end_us: float) -> str
     """What a timeline shows between two times, in words."""
     kernels = timeline.of("kernel")
     where = f" on {timeline.gpu}" if timeline.gpu else ""
-    head = f"Timeline by {timeline.tool}{where}, {start_us:.0f} to {end_us:.0f} µs: "
+    head = f"Timeline by {timeline.tool}{where}, {start_us:,.0f} to {end_us:,.0f} µs: "
     if not kernels:
         ranges = [span for span in timeline.of("range") if span.depth > 0] or timeline.of("range")
         longest = max(ranges, key=lambda span: span.duration_us, default=None)

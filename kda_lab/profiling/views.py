@@ -31,7 +31,7 @@ def timeline(recording: Recording | None, step: Step, tool: str = "nsys") -> Alt
     found = getattr(recording, tool)(step) if recording else None
     if found is None:
         return _nothing(f"Timeline of step {step} by {tool}")
-    return figures.timeline_figure(found, title=f"{_name(step)}, {recording.label}")
+    return _labelled(figures.timeline_figure(found, title=f"{_name(step)}, {recording.label}"), recording)
 
 
 def timeline_explorer(recording: Recording | None, step: Step) -> Any:
@@ -95,7 +95,7 @@ def roofline_of(recording: Recording | None, steps: Sequence[Step]) -> AltFigure
     points, ceilings = _points(recording, steps)
     if not points:
         return _nothing("Roofline", _no_report())
-    return figures.roofline_figure(points, ceilings, recording.label)
+    return _labelled(figures.roofline_figure(points, ceilings, recording.label), recording)
 
 
 def floors(recording: Recording | None, steps: Sequence[Step]) -> AltFigure:
@@ -103,7 +103,7 @@ def floors(recording: Recording | None, steps: Sequence[Step]) -> AltFigure:
     points, ceilings = _points(recording, steps)
     if not points:
         return _nothing("Time and floors", _no_report())
-    return figures.floors_figure(points, ceilings, recording.label)
+    return _labelled(figures.floors_figure(points, ceilings, recording.label), recording)
 
 
 def occupancy(recording: Recording | None, steps: Sequence[Step]) -> AltFigure:
@@ -275,7 +275,7 @@ def _figure(
     kernel: str = "",
 ) -> AltFigure:
     reports = {name: r for name, r in _reports(recording, steps).items() if not kernel or kernel in r.kernels}
-    return draw(reports, recording.label) if reports else _nothing(what, _no_report())
+    return _labelled(draw(reports, recording.label), recording) if reports else _nothing(what, _no_report())
 
 
 def _reports(recording: Recording | None, steps: Sequence[Step]) -> dict[str, Report]:
@@ -327,6 +327,12 @@ def _number(step: Step) -> int:
 
 def _caption(recording: Recording | None, what: str) -> str:
     return f"{what}, {recording.label}" if recording else what
+
+
+def _labelled(fig: AltFigure, recording: Recording) -> AltFigure:
+    """The figure, with machine and date in its words as well as in its title."""
+    fig.alt = f"{fig.alt} {recording.label[0].upper()}{recording.label[1:]}."
+    return fig
 
 
 def _words(what: str, why: str = NOT_MEASURED) -> Html:
