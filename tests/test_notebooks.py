@@ -102,6 +102,18 @@ def test_links_and_fields_resolve(lesson, notebook):
         assert set(re.findall(r"`(\w+)`", row.split("|")[3])) <= fields, row
 
 
+def test_the_published_kernel_is_linked_where_a_lesson_speaks_of_it(notebook):
+    """Or shows its times. The glossary says what it is; the lesson says where."""
+    text = "\n".join(cells(notebook, "markdown"))
+    speaks = re.search(r"FlashKDA|published (kernel|design|GPU kernel)", text) or any(
+        "views.race(" in source for source in cells(notebook, "code")
+    )
+    link = "[FlashKDA](https://github.com/MoonshotAI/FlashKDA)"
+    assert not speaks or link in text
+    mentions = re.findall(r"FlashKDA", text.replace("github.com/MoonshotAI/FlashKDA", ""))
+    assert not mentions or text.index(link) <= text.index("FlashKDA"), "the first mention carries the link"
+
+
 def test_no_measured_number_is_written_into_the_text(notebook):
     measured = re.compile(r"\d\s*(?:ms|µs|ns|GB/s|TB/s|G?FLOP|%\s+(?:faster|slower)|times (?:as fast|faster|slower))\b")
     for source in cells(notebook, "markdown"):
