@@ -40,16 +40,9 @@ Kimi Delta Attention forward, one readable step at a time. These pages are the l
 {ladder}
 
 ```{{toctree}}
-:caption: Lessons
 :hidden:
 :glob:
 notebooks/*
-```
-
-```{{toctree}}
-:caption: Besides
-:hidden:
-:glob:
 docs/*
 ```
 """

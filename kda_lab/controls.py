@@ -14,6 +14,12 @@ from kda_lab.show import image
 # A drag sends events faster than a picture is drawn: those that arrive within this time are answered by one picture.
 COALESCE_SECONDS = 0.01
 
+# ipywidgets does not show on which slider the focus is.
+_FOCUS = (
+    "<style>.kda-explorer :focus-visible { outline: 2px solid var(--jp-brand-color1, #1976d2) !important; "
+    "outline-offset: 2px; }</style>"
+)
+
 LABEL = {"description_width": "6.5em"}
 
 
@@ -40,6 +46,7 @@ class Explorer(ipywidgets.VBox):
         for control in controls:
             control.observe(lambda _: redraw_soon(), names="value")
         super().__init__([*rows, self.picture, self.status])
+        self.add_class("kda-explorer")
         self.redraw()
 
     def draw(self) -> Drawn:
@@ -53,7 +60,7 @@ class Explorer(ipywidgets.VBox):
         except Exception as error:  # a callback's exception would vanish into the kernel's log
             self.status.value = live_text(f"{type(error).__name__}: {error}")
             raise
-        self.picture.value = image(drawn.png, drawn.alt)
+        self.picture.value = _FOCUS + image(drawn.png, drawn.alt)
         self.status.value = live_text(drawn.text)
         self.redraws += 1
 

@@ -62,6 +62,7 @@ def jupyterlab(folder: Path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = [f"--port={port}", f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={folder / 'lessons'}"]
+    options.append("--LabApp.expose_app_in_browser=True")  # as jupyterapp, for its commands
     command = [
         sys.executable,
         "-m",

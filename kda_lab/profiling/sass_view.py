@@ -83,8 +83,9 @@ def side_by_side(before: Kernel, after: Kernel, names: tuple[str, str], context:
     body = "".join(_row(*row) for row in rows)
     head = "".join(f'<th scope="col" style="{_CELL}">{html.escape(name)}</th>' for name in names)
     markup = (
-        f'<div style="overflow:auto;max-height:40em"><table style="{_STYLE}"><caption style="text-align:left">'
-        f"{html.escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        '<div tabindex="0" style="overflow:auto;max-height:40em">'
+        f'<table style="{_STYLE}"><caption style="text-align:left">{html.escape(caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
     width = max((len(left) for _, left, _ in rows), default=0) + 4
     lines = [f"{_shown(kind, left):<{width}} {_shown(kind, right)}".rstrip() for kind, left, right in rows]
