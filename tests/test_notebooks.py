@@ -114,6 +114,12 @@ def test_the_published_kernel_is_linked_where_a_lesson_speaks_of_it(notebook):
     assert not mentions or text.index(link) <= text.index("FlashKDA"), "the first mention carries the link"
 
 
+def test_what_a_lesson_compares_runs_in_turn(notebook):
+    """One program's samples after another's meet another machine: a busy one made step 3 slower than step 2."""
+    for source in cells(notebook, "code"):
+        assert "time_call" not in source, "bench.fastest_ms takes all that is compared"
+
+
 def test_no_measured_number_is_written_into_the_text(notebook):
     measured = re.compile(r"\d\s*(?:ms|µs|ns|GB/s|TB/s|G?FLOP|%\s+(?:faster|slower)|times (?:as fast|faster|slower))\b")
     for source in cells(notebook, "markdown"):

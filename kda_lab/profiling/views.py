@@ -238,7 +238,9 @@ def memories(recording: Recording | None, H: int = 96) -> AltFigure:
 def moved_bytes(recording: Recording | None, steps: Sequence[Step]) -> AltFigure:
     """Bytes a token and head that steps move, counted from their sources; a marker where they were measured, too."""
     counted = {_name(step): dataflow.moves(step) for step in steps}
-    return plots_gpu.moved_bytes_figure(counted, moved(recording, steps), _caption(recording, "measured"))
+    measured = moved(recording, steps)
+    fig = plots_gpu.moved_bytes_figure(counted, measured, _caption(recording, "measured"))
+    return _labelled(fig, recording) if measured else fig
 
 
 def history(recording: Recording | None, step: Step, measured: str = "") -> Html:
