@@ -189,7 +189,9 @@ def _ladder(args: argparse.Namespace) -> int:
 
     device = args.device or bench.default_device()
     for step in args.step or ():
-        registry.get(step, device)  # a wrong one is named before anything is measured
+        registry.get(step, device)  # a wrong one is named before anything is measured, and so is a damaged recording
+    recording = recorded.load() if args.device is None and device == "cpu" and not args.json else None
+    beside = f"\nNo GPU here: {recorded.ladder_text(recording, all_shapes=False)}" if recording else ""
     progress("matrix product and copy, for the bound")
     bound = bench.measure_bound(device)
     rows = bench.ladder(device, B=args.B, T=args.T, H=args.H, steps=args.step, bound=bound, progress=progress)
@@ -198,8 +200,8 @@ def _ladder(args: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2))
     else:
         print(bench.format_table(rows))
-        if args.device is None and device == "cpu" and (recording := recorded.load()):
-            print(f"\nNo GPU here: {recorded.ladder_text(recording, all_shapes=False)}")
+        if beside:
+            print(beside)
     return 1 if any(row.refused for row in rows) else 0
 
 

@@ -87,7 +87,8 @@ def run(output: Path, wanted: Sequence[str] = (), afresh: bool = True) -> int:
     in the book: those that are not run as they last ran, if nothing changed since, else without results.
     """
     chosen = find_lessons(wanted)
-    _check_writable(output)
+    for folder in (output, _kept_file(chosen[0]).parent):
+        _check_writable(folder)
     os.environ["KINETO_LOG_LEVEL"] = "6"  # or torch.profiler would write of its start and stop among these lines
     started = time.perf_counter()
     native.build("cpu")
@@ -120,7 +121,7 @@ def _check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"the book cannot be written to {folder} ({error}); name another folder with --output"
+            f"{folder} cannot be written ({error}); make it writable, or name another folder for the book with --output"
         ) from None
 
 
@@ -145,6 +146,8 @@ def execute(path: Path) -> Lesson:
         client.execute()
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         failure = _describe_failure(notebook, error)
+    except AssertionError:  # at SIGINT and SIGTERM nbclient ends the kernel, then trips over there being none
+        raise KeyboardInterrupt from None
     return Lesson(path, notebook, time.perf_counter() - started, bench.label(bench.default_device()), failure)
 
 

@@ -86,6 +86,17 @@ def test_a_gpu_that_is_not_there_is_named(capsys):
     assert "torch finds no GPU here" in err.strip().splitlines()[-1]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_damaged_recording_is_named_before_anything_is_measured(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "measure_bound", lambda device: pytest.fail("it began to work"))
+    (tmp_path / "ladder.json").write_text("[]")
+    for folder, message in ((tmp_path, "ladder.json has no object"), (tmp_path / "none", "no recording")):
+        monkeypatch.setenv("KDA_LAB_RECORDED", str(folder))
+        status, out, err = run(capsys, "ladder", "--step", "5")
+        assert (status, out) == (2, "")
+        assert message in err
+
+
 def test_sizes_beyond_the_memory_are_a_mistake(capsys, monkeypatch):
     monkeypatch.setattr(bench, "measure_bound", lambda device: bench.Bound(1e11, 1e10))
     status, out, err = run(capsys, "ladder", "--device", "cpu", "-T", str(10**11), "--step", "5")

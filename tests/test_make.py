@@ -5,6 +5,7 @@ The stand-in builds itself, so that nothing here needs the network.
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import shutil
 import subprocess
@@ -78,6 +79,17 @@ def test_plain_make_lists_the_targets():
     assert done.returncode == 0
     listed = [line.split()[1] for line in done.stdout.splitlines()]
     assert set(listed) >= {"tour", "test", "lab", "book", "build", "bench", "lint", "format", "clean"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("flock"), reason="needs flock")
+def test_two_at_once_make_one_environment(tmp_path):
+    folder = project(tmp_path / "project")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda _: make(folder, "env"), range(2)))
+    assert [run.returncode for run in done] == [0, 0], done
+    assert sorted("Making .venv" in run.stdout for run in done) == [False, True]
+    assert works(folder)
 
 
 @pytest.mark.slow

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 
 import nbformat
@@ -122,6 +126,23 @@ def test_a_dead_kernel_is_a_failure_of_its_cell(folder):
     lesson = tour.execute(write(folder, "00_dies", ["# 0", "x = 1", "import os\nos._exit(3)"]))
     assert lesson.failure.startswith("cell 3 of 3 failed:\n    import os")
     assert "DeadKernelError" in lesson.failure
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_lesson_that_is_interrupted_ends_with_its_kernel(number, folder):
+    ready = folder / "pid"
+    tell = f"print(os.getpid(), file=open({str(ready)!r}, 'w'), flush=True)"
+    path = write(folder, "00_slow", ["# 0", f"import os, time\n{tell}\ntime.sleep(60)"])
+
+    def interrupt() -> None:
+        while not (ready.exists() and ready.read_text().endswith("\n")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        tour.execute(path)
+    assert not Path(f"/proc/{ready.read_text().strip()}").exists()
 
 
 @pytest.mark.parametrize("wanted", ["3", "03", "03_factored", "03_factored.ipynb"])

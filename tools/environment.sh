@@ -18,6 +18,8 @@ fail() {
   exit 1
 }
 
+command -v flock >/dev/null && exec 9<. && flock 9 # two at once: the second waits, and finds it made
+
 [ "$(cat "$stamp" 2>/dev/null)" = "$EXTRAS" ] && [ "$stamp" -nt pyproject.toml ] && [ "$stamp" -nt constraints.txt ] &&
   works && exit 0
 
