@@ -391,6 +391,7 @@ def test_help_is_folded_and_the_solution_can_be_kept_back(monkeypatch):
     markup = exercises._not_yet(exercise, "a <hint>")._repr_html_()
     assert markup.count("<details>") == len(exercise.hints) + 1
     assert "a &lt;hint&gt;" in markup
+    assert "<p><code>np.tril</code> keeps the diagonal.</p>" in markup
     assert "np.tril((q_hat * exp(G))" in markup
     monkeypatch.setenv("KDA_LAB_SOLUTIONS", "0")
     markup = exercises._not_yet(exercise, "hint")._repr_html_()
@@ -502,3 +503,11 @@ class _EqualToEverything(float):
 def test_an_answer_of_a_strange_kind_is_wrong(exercise, value):
     with pytest.raises(Wrong):
         exercise.check(lambda *args, **kwargs: value)
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=by_id)
+def test_hints_are_plain_text_with_code(exercise):
+    """They are shown as HTML, where a formula in dollars would stay as it is written."""
+    for hint in exercise.hints:
+        assert "$" not in hint
+        assert hint.count("`") % 2 == 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import html
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -82,11 +83,16 @@ def progress() -> dict[str, float]:
 
 def _not_yet(exercise: Exercise, hint: str) -> Html:
     text = f"✗ {exercise.id} {exercise.title}: not yet. {hint}"
-    folded = [(f"Hint {number}", f"<p>{html.escape(hint)}</p>") for number, hint in enumerate(exercise.hints, 1)]
+    folded = [(f"Hint {number}", f"<p>{_with_code(hint)}</p>") for number, hint in enumerate(exercise.hints, 1)]
     if os.environ.get("KDA_LAB_SOLUTIONS") != "0":
         folded.append(("Solution", f"<pre>{html.escape(exercise.solution_source)}</pre>"))
     details = "".join(f"<details><summary>{summary}</summary>{body}</details>" for summary, body in folded)
     return Html(f"<p>{html.escape(text)}</p>{details}", text)
+
+
+def _with_code(text: str) -> str:
+    """Markup of a text in which code stands between backticks."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
 def _show(result: Html) -> None:
