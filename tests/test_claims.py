@@ -291,6 +291,13 @@ def test_a_recorded_ledger_stands_in_for_what_needs_a_gpu(recording):
     assert finding.source == "measured there (recorded on GPU of a test, 2026-01-02)"
 
 
+def test_the_ledger_can_be_written_where_it_is_read(recording, tmp_path):
+    """kda-lab claims --json > $KDA_LAB_RECORDED/claims.json: the shell has emptied the file before anything is asked."""
+    recording()
+    (tmp_path / "claims.json").touch()
+    assert claims.evaluate(26).verdict == NOT_MEASURED
+
+
 def test_command_prints_the_ledger(capsys):
     assert cli.main(["claims", "12", "30"]) == 0
     text = capsys.readouterr().out
