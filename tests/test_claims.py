@@ -292,7 +292,7 @@ def test_a_recorded_ledger_stands_in_for_what_needs_a_gpu(recording):
 
 
 def test_the_ledger_can_be_written_where_it_is_read(recording, tmp_path):
-    """kda-lab claims --json > $KDA_LAB_RECORDED/claims.json: the shell has emptied the file before anything is asked."""
+    """kda-lab claims --json > $KDA_LAB_RECORDED/claims.json: the shell has emptied the file before it is asked for."""
     recording()
     (tmp_path / "claims.json").touch()
     assert claims.evaluate(26).verdict == NOT_MEASURED

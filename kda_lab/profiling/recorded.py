@@ -65,7 +65,7 @@ class Recording:
         return self._json("ladder.json")
 
     def claims(self) -> dict[str, Any] | None:
-        """What ``kda-lab claims --json`` wrote there; None also for the empty file it is while a shell redirects into it."""
+        """What ``kda-lab claims --json`` wrote there. Empty, as while a shell redirects into it, it is None."""
         path = self.folder / "claims.json"
         if path.exists() and path.stat().st_size == 0:
             return None
