@@ -14,6 +14,7 @@ from kda_lab import arguments
 
 REGIMES = ("forget", "mixed", "retain", "saturated", "collinear")
 
+_TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
 _STATE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -99,9 +100,20 @@ class Inputs:
 
 
 def check_inputs(inputs: Any) -> None:
-    """Raises TypeError for what is not :class:`Inputs`."""
+    """Raises TypeError for what is not :class:`Inputs` of dense tensors, ValueError for q or v of a wrong shape."""
     if not isinstance(inputs, Inputs):
         raise TypeError(f"inputs is a {type(inputs).__name__}; expected kda_lab.Inputs, as kda_lab.make_inputs() makes")
+    for name in _TENSORS:
+        x = getattr(inputs, name)
+        if not isinstance(x, Tensor) and not (x is None and name in ("initial_state", "cu_seqlens")):
+            raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor")
+        if x is not None and (x.layout is not torch.strided or x.is_quantized or x.is_nested):
+            raise TypeError(
+                f"{name} is {'quantized' if x.is_quantized else 'sparse or nested'}; expected a dense tensor"
+            )
+    for name, sizes in (("q", "[B, T, H, K]"), ("v", "[B, T, H, V]")):
+        if getattr(inputs, name).dim() != 4:
+            raise ValueError(f"{name} has shape {list(getattr(inputs, name).shape)}; expected {sizes}")
 
 
 def make_inputs(

@@ -59,6 +59,25 @@ def test_a_wrong_argument_is_named_with_what_is_expected(name: str, argument: st
     assert refused
 
 
+STRANGE = {
+    "q": [None, 3, "q", INPUTS.q.float().numpy(), INPUTS.q[0], INPUTS.q.float().to_sparse()],
+    "v": [[INPUTS.v], INPUTS.v[..., None], torch.quantize_per_tensor(INPUTS.v.float(), 0.1, 0, torch.qint8)],
+    "beta": [None, [1]],
+    "A_log": [0.0],
+    "initial_state": [3, torch.nested.nested_tensor([torch.zeros(8, 8)])],
+    "cu_seqlens": [[0, 4], (0, 4)],
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.parametrize("run", [reference.recurrent, reference.recurrent_torch, reference.chunked, rounding.forward])
+def test_a_strange_tensor_is_named(run: Callable[..., Any], name: str) -> None:
+    for strange in STRANGE[name]:
+        with pytest.raises((TypeError, ValueError), match=rf"^{name} (is|has) .*; expected"):
+            run(INPUTS.with_(**{name: strange}))
+
+
 @pytest.mark.parametrize(
     ("seq_lens", "message"),
     [
