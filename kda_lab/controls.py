@@ -14,9 +14,10 @@ from kda_lab.show import image
 # A drag sends events faster than a picture is drawn: those that arrive within this time are answered by one picture.
 COALESCE_SECONDS = 0.01
 
-# ipywidgets does not show on which slider the focus is.
+# ipywidgets does not show on which slider or number the focus is, and insists.
 _FOCUS = (
-    "<style>.kda-explorer :focus-visible { outline: 2px solid var(--jp-brand-color1, #1976d2) !important; "
+    "<style>.kda-explorer.jupyter-widgets :is(:focus-visible, input:focus-visible) "
+    "{ outline: 2px solid var(--jp-brand-color1, #1976d2) !important; "
     "outline-offset: 2px; }</style>"
 )
 
@@ -77,15 +78,10 @@ def button(name: str, tooltip: str, act: Callable[[], None]) -> ipywidgets.Butto
     return widget
 
 
-def choice(name: str, options: Sequence[object], value: object) -> ipywidgets.Dropdown:
-    """One of several values."""
-    return ipywidgets.Dropdown(options=options, value=value, description=name, style=LABEL)
-
-
-def sizes(name: str, options: Sequence[int], value: int) -> ipywidgets.SelectionSlider:
-    """One of several sizes, in order."""
+def choice(name: str, options: Sequence[object], value: object) -> ipywidgets.SelectionSlider:
+    """One of several values, in order. Not a list to drop down: JupyterLab keeps a list's arrow keys to itself."""
     return ipywidgets.SelectionSlider(
-        options=options, value=value, description=name, style=LABEL, layout={"width": "22em"}
+        options=options, value=value, description=name, style=LABEL, layout={"width": "24em"}
     )
 
 

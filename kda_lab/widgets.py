@@ -7,7 +7,7 @@ import time
 
 import ipywidgets
 
-from kda_lab.controls import Drawn, Explorer, button, choice, sizes, slider, wrapped
+from kda_lab.controls import Drawn, Explorer, button, choice, slider, wrapped
 from kda_lab.numeric_range import DTYPES, GATES, explore
 from kda_lab.plots import RangePicture
 
@@ -37,7 +37,7 @@ class RangeExplorer(Explorer):
         self.lower_bound, lower_bound_row = slider("lower_bound", -8.0, 1.0, -5.0, 0.05)
         self.A_log, a_log_row = slider("A_log", -4.0, 6.0, 0.0, 0.1)
         self.dt_bias, dt_bias_row = slider("dt_bias", -15.0, 15.0, 0.0, 0.5)
-        self.chunk = sizes("chunk", (8, 16, 32, 64), 16)
+        self.chunk = choice("chunk", (8, 16, 32, 64), 16)
         self.dtype = choice("dtype", tuple(DTYPES), "bf16")
         self.gate = choice("gate", tuple(GATES), "saturated")
         self.presets = [self._preset(name, bound) for name, bound in PRESETS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kda_lab import dataflow, plots_gpu
-from kda_lab.controls import Drawn, Explorer, button, choice, sizes, wrapped
+from kda_lab.controls import Drawn, Explorer, button, choice, wrapped
 from kda_lab.profiling import recorded, views
 from kda_lab.show import png
 
@@ -27,7 +27,7 @@ class DataflowExplorer(Explorer):
 
     def __init__(self) -> None:
         self.kernel = choice("kernel", dataflow.kernels(), "4 fused")
-        self.chunk, self.head_size = sizes("chunk", CHUNKS, 16), sizes("head size", HEAD_SIZES, 128)
+        self.chunk, self.head_size = choice("chunk", CHUNKS, 16), choice("head size", HEAD_SIZES, 128)
         self.presets = [button(name, f"chunk 16, head size 128: kernel {name}", self._show(name)) for name in PRESETS]
         controls = (self.kernel, self.chunk, self.head_size)
         super().__init__(controls, (wrapped(self.presets), wrapped(controls)), "340px")
