@@ -207,6 +207,8 @@ def arguments(inputs: Inputs, keep: list, step: int, **changes: object) -> KdaAr
         (1, {"chunk": 24}, r"chunk is 24; step 1 \(naive_exp\) runs 8, 16, 32, 64"),
         (1, {"chunk": 0}, r"chunk is 0; step 1 \(naive_exp\) runs 8, 16, 32, 64"),
         (5, {"q": None}, r"q is NULL"),
+        (5, {"q": 8}, r"q is at 0x8; expected an address that is a multiple of 16"),
+        (5, {"A_log": None}, r"A_log is NULL"),
         (5, {"final_state": None}, r"final_state_dtype is 1; expected KDA_NONE"),
         (5, {"final_state_dtype": NONE}, r"final_state_dtype is 0; expected KDA_BF16 or KDA_F32"),
         (5, {"N": 3}, r"B is 2 and N is 3; expected B = 1 with cu_seqlens, and N = B without"),
