@@ -50,7 +50,7 @@ SYNTHETIC = {
     },
     10: {
         YES: dict(smallest_ratio=1.0, largest_ratio=1.3, noise=0.02),
-        NO: dict(smallest_ratio=1.0, largest_ratio=1.01, noise=0.01),
+        NO: dict(smallest_ratio=0.98, largest_ratio=1.04, noise=0.04),
         OPEN: dict(smallest_ratio=1.0, largest_ratio=1.3, noise=0.2),
     },
     11: {YES: dict(entry_line=28, product_line=30), NO: dict(entry_line=28, product_line=128, device_line=322)},
