@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 /* Raised by one whenever KdaArgs, KdaStep or a function below changes. */
-#define KDA_ABI_VERSION 2
+#define KDA_ABI_VERSION 3
 
 typedef enum KdaStatus {
   KDA_OK = 0,
@@ -74,6 +74,7 @@ typedef struct KdaArgs {
   int32_t cu_seqlens_dtype; /* KDA_I32, KDA_I64; KDA_NONE when NULL */
 
   int32_t device;  /* CUDA device index; ignored by kda_cpu */
+  int32_t precise; /* not 0: keys are written to the state with more than bf16's 8 bits; see kda_lab.fwd */
   void* stream;    /* cudaStream_t; ignored by kda_cpu */
   void* workspace; /* kda_workspace_bytes() bytes on the tensors' device, 256-byte aligned; need not be zeroed */
   int64_t workspace_bytes;

@@ -174,6 +174,7 @@ def _prepare_6(C: int, D: int) -> list[Piece]:
     squares = C * C * FP32 + 3 * C * C * BF16  # L; Mqk as two bf16; what INV's rounding left
     rest = {"image of the chunk": _image_bytes(C, D), "q, g, k, also the next chunk's": 3 * C * D * BF16}
     rest |= {"L, Mqk, INV or sums of the gate": max(squares, C // 4 * D * FP32), "beta": C * FP32}
+    rest |= {"bias of the gate": D * FP32, "decay to the middle row": D * FP32}
     return _rows(C, D) + _shared(rest)
 
 

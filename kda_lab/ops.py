@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kda_lab import annotate, native, registry
+from kda_lab import annotate, arguments, native, registry
 from kda_lab.native.library import BF16, F32, I32, I64, NONE, KdaArgs
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def fwd(
     *,
     step: int | str | None = None,
     allow_unsafe: bool = False,
+    precise: bool = False,
 ) -> None:
     """Runs Kimi Delta Attention forward on the tensors' device and writes `out` and `final_state`.
 
@@ -71,6 +72,10 @@ def fwd(
         cu_seqlens: [N + 1] int32 or int64: sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1] of the one row.
         step: number or slug of a step of the ladder; None is the best for the device.
         allow_unsafe: runs a lower_bound that the step cannot represent, for experiments.
+        precise: keys are written to the state as sums of two bf16, 16 bits of mantissa instead of 8. Their roundings
+            add up where keys resemble each other and hardly decay: over thousands of tokens the error without it can
+            grow to the size of the output. Steps that hold keys in fp32 do nothing else; CUDA's fused_one_kernel and
+            fused_two_kernel cannot.
 
     Inputs that are strided or not aligned to 16 bytes are copied first, whatever the step; `out` and `final_state` must
     be contiguous and aligned, and overlap no input. When an error is raised nothing was written. The entries of a
@@ -82,11 +87,15 @@ def fwd(
         NotImplementedError: the step cannot do this on this device, or an input requires grad (there is no backward).
     """
     if type(scale) is not float:
-        scale = _as_float("scale", scale)
+        scale = arguments.number("scale", scale)
     if type(lower_bound) is not float:
-        lower_bound = _as_float("lower_bound", lower_bound)
+        lower_bound = arguments.number("lower_bound", lower_bound)
     if step is not None and type(step) is not str:
         step = str(step)
+    if allow_unsafe is not False:
+        _check_flag("allow_unsafe", allow_unsafe)
+    if precise is not False:
+        _check_flag("precise", precise)
     given = (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens)
     run = _fwd if _is_eager(given) else _op
     run(
@@ -106,6 +115,7 @@ def fwd(
         step,
         DEFAULT_CHUNK,
         allow_unsafe,
+        precise,
     )
 
 
@@ -131,17 +141,21 @@ def forward(
     chunk: int = DEFAULT_CHUNK,
     device: torch.device | str | None = None,
     allow_unsafe: bool = False,
+    precise: bool = False,
 ) -> Result:
     """Runs a step on `inputs` and returns its out [B, T, H, V] bf16 and final_state [N, H, V, K].
 
     The final state has the dtype of the initial state, or fp32 if there is none. `device` moves the inputs first.
+    `step`, `allow_unsafe` and `precise` as in `fwd`.
     Kernels edited since they were loaded are built and loaded first. Raises what `fwd` and `native.load` raise.
     """
-    from kda_lab.inputs import Result
+    from kda_lab.inputs import Result, check_inputs
 
+    check_inputs(inputs)
+    chunk = arguments.whole("chunk", chunk)
+    _check_flag("allow_unsafe", allow_unsafe)
+    _check_flag("precise", precise)
     if device is not None:
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device is {device}; torch finds no GPU here: leave it out, or see `kda-lab doctor`")
         inputs = inputs.to(device)
     native.load(inputs.q.device.type)
     state = inputs.initial_state
@@ -154,23 +168,25 @@ def forward(
         inputs.v,
         inputs.g,
         inputs.beta,
-        _as_float("scale", inputs.scale),
+        arguments.number("scale", inputs.scale),
         out,
         inputs.A_log,
         inputs.dt_bias,
-        _as_float("lower_bound", inputs.lower_bound),
+        arguments.number("lower_bound", inputs.lower_bound),
         state,
         final_state,
         inputs.cu_seqlens,
         None if step is None else str(step),
         chunk,
         allow_unsafe,
+        precise,
     )
     return Result(out, final_state)
 
 
 def lower_bound_limit(step: int | str | None = None, chunk: int = DEFAULT_CHUNK, device: str = "cpu") -> float:
     """The lowest `lower_bound` that `step` can represent on `device` with chunks of `chunk` tokens."""
+    chunk = arguments.whole("chunk", chunk, least=1)
     return _limit(_find_step(native.load(device), None if step is None else str(step)), chunk)
 
 
@@ -182,7 +198,8 @@ def check_lower_bound(
     allow_unsafe: bool = False,
 ) -> None:
     """Raises what `fwd` raises for this lower_bound."""
-    lower_bound = _as_float("lower_bound", lower_bound)
+    lower_bound = arguments.number("lower_bound", lower_bound)
+    chunk = arguments.whole("chunk", chunk, least=1)
     _check_lower_bound(
         lower_bound, _find_step(native.load(device), None if step is None else str(step)), chunk, allow_unsafe
     )
@@ -191,7 +208,7 @@ def check_lower_bound(
 # The operator. `step` is None, a number as a string, or a slug: tracing needs no library to resolve it.
 _SCHEMA = """fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale, Tensor(a!) out, Tensor A_log,
     Tensor dt_bias, float lower_bound, Tensor? initial_state, Tensor(b!)? final_state, Tensor? cu_seqlens,
-    str? step=None, int chunk=16, bool allow_unsafe=False) -> ()"""
+    str? step=None, int chunk=16, bool allow_unsafe=False, bool precise=False) -> ()"""
 
 
 def _fwd(
@@ -211,6 +228,7 @@ def _fwd(
     step: str | None = None,
     chunk: int = DEFAULT_CHUNK,
     allow_unsafe: bool = False,
+    precise: bool = False,
 ) -> None:
     if q is None or q.dim() != 4:
         raise _bad_tensor("q", q)
@@ -243,28 +261,29 @@ def _fwd(
 
     # One pass over the tensors: half of what a call costs. `copies` keeps memory until the work is enqueued.
     grad = torch.is_grad_enabled()
-    pointers, ends, copies = {}, {}, []
+    pointers, spans, copies = {}, {}, []
     for name, x, dtype, shape in tensors:
         if x is None or x.dtype is not dtype or x.shape != shape or x.device != device:
             raise _bad_tensor(name, x, dtype, shape, device)
         if grad and x.requires_grad:
             raise _forward_only(name)
         begin = x.data_ptr()
+        spans[name] = begin, begin + x.nbytes
         if begin & 15 or not x.is_contiguous() or x.is_neg():
             if name in _WRITTEN:
                 raise _bad_layout(name, x)
+            spans[name] = begin, begin + _extent(x)
             x = x.resolve_neg().clone(memory_format=torch.contiguous_format)
             copies.append(x)
             begin = x.data_ptr()
         pointers[name] = begin
-        ends[name] = begin + x.nbytes
     for name in _WRITTEN:
-        if name in pointers:
-            begin, end = pointers[name], ends[name]
-            for other, other_begin in pointers.items():
-                if begin < ends[other] and other_begin < end and other != name:
-                    in_place = {name, other} == _STATES and begin == other_begin and initial_dtype == final_dtype
-                    if not in_place:
+        if name in spans:
+            begin, end = spans[name]
+            for other, (other_begin, other_end) in spans.items():
+                if begin < other_end and other_begin < end and other != name:
+                    in_place = pointers[name] == pointers[other] and initial_dtype == final_dtype
+                    if not (in_place and {name, other} == _STATES):
                         raise _overlap(name, other)
 
     device_type = device.type
@@ -286,6 +305,7 @@ def _fwd(
         initial_state_dtype=initial_dtype if pointers.get("initial_state") else NONE,  # an empty tensor has no address
         final_state_dtype=final_dtype if pointers.get("final_state") else NONE,
         cu_seqlens_dtype=offsets_dtype,
+        precise=precise,
         **pointers,
     )
     if device_type == "cuda":
@@ -306,6 +326,13 @@ def _fwd(
     for x in (out, final_state):
         if x is not None and not x.is_inference():
             torch.autograd.graph.increment_version(x)  # autograd must know what it may no longer use
+
+
+def _extent(x: Tensor) -> int:
+    """Bytes from the first to the last element of a view, those between that are not its own included."""
+    if x.numel() == 0:
+        return 0
+    return (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))) * x.element_size()
 
 
 def _launch(library: native.Library, step: int, args: KdaArgs, device: torch.device) -> None:
@@ -394,11 +421,9 @@ def _overlap(name: str, other: str) -> Exception:
     return ValueError(f"{name} shares memory with {other}{allowed}; give {name} memory of its own")
 
 
-def _as_float(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} is {value!r}; expected a number") from None
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; expected True or False")
 
 
 def _limit(step: native.LibraryStep, chunk: int) -> float:

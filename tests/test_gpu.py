@@ -100,6 +100,74 @@ def test_more_work_than_the_chip_holds_at_once(step: int, seq_lens: tuple[int, .
     assert_right(make_inputs(1, 180, 500, seq_lens=seq_lens, initial_state="fp32"), step)
 
 
+WIDE_BOUND = -10.4  # what step 6 can represent at chunk 16: exponents relative to the middle row
+register_state = pytest.mark.parametrize("D", [64, 128])
+
+
+@register_state
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("lower_bound", [-5.2, -5.21, WIDE_BOUND])
+@pytest.mark.parametrize("regime", ["forget", "mixed", "saturated"])
+def test_bounds_beyond_what_exponents_from_the_chunks_start_can_hold(
+    regime: str, lower_bound: float, precise: bool, D: int
+) -> None:
+    inputs = make_inputs(2, 150, 3, D, D, regime=regime, lower_bound=lower_bound, initial_state="fp32")
+    assert_right(inputs, 6, precise=precise)
+    packed = make_inputs(H=3, K=D, V=D, seq_lens=(0, 30, 100, 0, 17), regime=regime, lower_bound=lower_bound)
+    assert_right(packed, 6, precise=precise)
+
+
+def test_a_bound_below_what_step_6_can_represent_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"can represent -10\.4 to 0"):
+        run(make_inputs(1, 16, 1, lower_bound=-10.41, device="cuda"), 6)
+
+
+@register_state
+def test_relative_to_the_middle_row_no_chunk_sees_a_later_one(D: int) -> None:
+    """Within a chunk outputs depend on the chunk's gates, to rounding only; across chunks not by a bit."""
+    inputs = make_inputs(1, 64, 2, D, D, lower_bound=WIDE_BOUND, device="cuda")
+    g = inputs.g.clone()
+    g[:, 37:] = 30.0
+    before, after = run(inputs, 6).out, run(inputs.with_(g=g), 6).out
+    assert same_bits(before[:, :32], after[:, :32])
+    assert relative_rms(after[:, 32:37].cpu(), before[:, 32:37].cpu()) < 6e-3
+    assert not same_bits(before[:, 37:], after[:, 37:])
+
+
+@register_state
+@pytest.mark.parametrize("logit", [-12.0, -9.0, -6.0])
+def test_precise_keys_do_not_drift(logit: float, D: int) -> None:
+    """Identical keys and 16384 tokens, at decays where keys rounded to bf16 go wrong by up to the output itself."""
+    inputs = make_inputs(1, 16384, 4, D, D, regime="collinear", device="cuda")
+    inputs = inputs.with_(g=torch.full_like(inputs.g, logit))
+    expected = reference.recurrent_torch(inputs)
+    precise = run(inputs, 6, precise=True)
+    assert relative_rms(precise.out.cpu(), expected.out.cpu()) < 1e-2
+    assert relative_rms(precise.final_state.cpu(), expected.final_state.cpu()) < 2e-2
+    if logit == -9.0:
+        assert relative_rms(run(inputs, 6).out.cpu(), expected.out.cpu()) > 5e-2
+
+
+def test_keys_that_are_equal_stay_equal() -> None:
+    """With decays that round away in a chunk the default is as good as `precise`: k^ is rounded before they come in."""
+    inputs = make_inputs(1, 16384, 4, regime="collinear", device="cuda")
+    expected = reference.recurrent_torch(inputs)
+    assert relative_rms(run(inputs, 6).out.cpu(), expected.out.cpu()) < 1e-2
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("T", [1, 17, 1500])
+@every_step
+def test_precise(step: int, T: int, regime: str) -> None:
+    """What it is worth is above; here, that every step either runs it right or says that it cannot."""
+    inputs = make_inputs(1, T, 4, regime=regime)
+    if step in (4, 5):
+        with pytest.raises(NotImplementedError, match="use register_state"):
+            run(inputs.to("cuda"), step, precise=True)
+    else:
+        assert_right(inputs, step, rms=TENSOR_CORE_OUT[regime] if regime != "collinear" else 1e-2, precise=True)
+
+
 @pytest.mark.slow
 @every_step
 def test_decays_near_1_for_16384_tokens(step: int) -> None:

@@ -129,7 +129,7 @@ def test_arguments_arrive_in_c_as_python_named_them(csrc):
     given = {
         **{name: index for index, name in enumerate("BTHKVN", start=1)},
         **{name: 1000 + index for index, name in enumerate(("q", "k", "v", "g", "beta", "A_log", "dt_bias"))},
-        **{"chunk": 16, "initial_state": 2000, "cu_seqlens": 2001, "device": 5, "stream": 2002},
+        **{"chunk": 16, "initial_state": 2000, "cu_seqlens": 2001, "device": 5, "precise": 1, "stream": 2002},
         **{"initial_state_dtype": 1, "final_state_dtype": 2, "cu_seqlens_dtype": 3},
         **{"out": out.data_ptr(), "final_state": state.data_ptr(), "workspace": aligned, "workspace_bytes": 100},
     }

@@ -173,6 +173,19 @@ def test_out_overlaps(other, stub):
     ops.fwd(**overlapping(given, "out", other, given["out"].nbytes + -given["out"].nbytes % 16))
 
 
+@pytest.mark.parametrize("name", ["q", "v", "A_log", "beta"])
+def test_out_overlaps_a_strided_view(name, stub):
+    """It would be copied before out is written, and still be lost to the caller."""
+    given = arguments()
+    wanted = given[name]
+    memory = torch.zeros(max(2 * wanted.nbytes, given["out"].nbytes) + 64, dtype=torch.uint8)
+    given["out"] = memory[: given["out"].nbytes].view(torch.bfloat16).view(given["out"].shape)
+    strided = memory[: 2 * wanted.nbytes].view(wanted.dtype).view(*wanted.shape, 2)[..., 0]
+    refused(stub, ValueError, f"out shares memory with {name}", {**given, name: strided})
+    last = memory[given["out"].nbytes - 16 :].view(torch.bfloat16)[:1]  # one element that is everywhere, in out's end
+    refused(stub, ValueError, "out shares memory with beta", {**given, "beta": last.expand(given["beta"].shape)})
+
+
 @pytest.mark.parametrize("other", ["q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens"])
 def test_final_state_overlaps(other, stub):
     given = arguments(packed=True)

@@ -13,7 +13,7 @@ from kda_lab.native import cache
 from kda_lab.native.build import DEVICES, build, csrc_dir, source_paths
 from kda_lab.native.errors import LibraryError
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 NONE, BF16, F32, I32, I64 = range(5)  # KdaDtype
 _DEVICE_BITS = {"cpu": 1, "cuda": 2}
 _CHUNKS = (8, 16, 32, 64)
@@ -33,6 +33,7 @@ class KdaArgs(ctypes.Structure):
         *((name, _ptr) for name in ("initial_state", "final_state", "cu_seqlens")),
         *((name, _i32) for name in ("initial_state_dtype", "final_state_dtype", "cu_seqlens_dtype")),
         ("device", _i32),
+        ("precise", _i32),
         ("stream", _ptr),
         ("workspace", _ptr),
         ("workspace_bytes", _i64),

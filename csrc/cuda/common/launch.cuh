@@ -5,6 +5,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "../../common/error.h"
 #include "../../common/range.h"
@@ -39,6 +42,19 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
+// Asks for the kernel's dynamic shared memory: together with what it declares it may exceed 48 KB, which needs asking
+// for, once for each kernel and device.
+inline void allow_shared_memory(const char* name, const KdaArgs& args, const void* kernel, size_t bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, size_t> allowed;
+  if (bytes == 0) return;
+  const std::lock_guard lock(mutex);
+  size_t& most = allowed[{kernel, args.device}];
+  if (bytes <= most) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), name);
+  most = bytes;
+}
+
 // Starts `kernel` on args.stream inside a range called `name`; throws when the launch fails. A grid with no blocks,
 // which CUDA refuses, is nothing to do. Neither allocates nor synchronises, so a call can be captured in a CUDA graph.
 //
@@ -50,10 +66,7 @@ void launch(const char* name, const KdaArgs& args, void (*kernel)(Parameters...)
             size_t smem_bytes, Values... values) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   Range range(args, name);
-  if (smem_bytes > 0) {  // together with what is declared in the kernel it may exceed 48 KB, which needs asking for
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)),
-          name);
-  }
+  allow_shared_memory(name, args, reinterpret_cast<const void*>(kernel), smem_bytes);
   kernel<<<grid, block, smem_bytes, static_cast<cudaStream_t>(args.stream)>>>(values...);
   check(cudaGetLastError(), name);
 }
@@ -65,7 +78,7 @@ void launch_dependent(const char* name, const KdaArgs& args, void (*kernel)(Para
                       size_t smem_bytes, Values... values) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   Range range(args, name);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes)), name);
+  allow_shared_memory(name, args, reinterpret_cast<const void*>(kernel), smem_bytes);
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;

@@ -88,4 +88,31 @@ __device__ inline Chunk find_chunk(const Sequences& s, uint32_t slot) {
   return chunk_of_slot<CHUNK>(s, sequence_of_slot<CHUNK>(s, slot), slot);
 }
 
+// A walk over the chunks in slots slot, slot + stride, ...
+template <int CHUNK>
+struct Cursor {
+  unsigned slot, end, stride;
+  int64_t n;                  // the sequence that owns the slot,
+  Span span;                  // its tokens,
+  int64_t first, first_next;  // its first slot and that of the next one
+  Chunk chunk;                // what the slot holds, once found() has said that there is something
+
+  __device__ __forceinline__ void enter(const Sequences& sequences, int64_t sequence) {
+    n = sequence;
+    span = find_sequence(sequences, n);
+    first = first_slot<CHUNK>(sequences, n);
+    first_next = n + 1 < sequences.N ? first_slot<CHUNK>(sequences, n + 1) : INT64_MAX;
+  }
+
+  __device__ __forceinline__ bool found(const Sequences& sequences) {
+    for (; slot < end; slot += stride) {
+      while (first_next <= slot) enter(sequences, n + 1);
+      const int64_t start = span.start + (slot - first) * CHUNK;
+      chunk = {start, static_cast<int>(min(int64_t{CHUNK}, span.end - start))};
+      if (chunk.tokens > 0) return true;
+    }
+    return false;
+  }
+};
+
 }  // namespace kda

@@ -60,6 +60,12 @@ inline void require_head_size(const KdaArgs& args, const char* slug, int64_t K, 
                                       static_cast<long long>(K), static_cast<long long>(V)));
 }
 
+// Throws where a step that rounds keys to bf16 is asked not to.
+inline void require_rounded_keys(const KdaArgs& args, const char* slug) {
+  if (!args.precise) return;
+  throw Error(KDA_UNSUPPORTED, format("precise: %s writes bf16 keys to the state; use register_state", slug));
+}
+
 // Four neighbouring elements in one load; the address must be a multiple of 4 elements.
 __device__ __forceinline__ void load4(float (&x)[4], const bf16* address) {
   const uint2 bits = *reinterpret_cast<const uint2*>(address);

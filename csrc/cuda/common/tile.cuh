@@ -1,8 +1,10 @@
 // How a chunk's matrices lie in shared memory and how a warp reads them as operands of mma.m16n8k16.
 //
-// Two layouts, both free of bank conflicts under ldmatrix (which reads 8 rows of 16 bytes at a time, wants them in 8
+// Three layouts, all free of bank conflicts under ldmatrix (which reads 8 rows of 16 bytes at a time, wants them in 8
 // different groups of 4 banks):
 //   token tile  [16, D] bf16, rows of D: the 16-byte granules of row r are stored in the order granule ^ (r % 8).
+//   panels      [rows, D] bf16: D / 64 token tiles [rows, 64] one after the other, which wgmma, too, can read: rows of
+//               128 bytes in its 128-byte swizzle.
 //   square tile [16, 16] bf16: four 8x8 blocks one after the other, (0,0) (0,1) (1,0) (1,1), rows of 8 inside.
 #pragma once
 
@@ -21,6 +23,23 @@ __device__ __forceinline__ unsigned swizzled(unsigned row, unsigned column) {
 // Where element (row, column) of a square tile lies.
 __device__ __forceinline__ unsigned blocked(unsigned row, unsigned column) {
   return ((row / 8) * 2 + column / 8) * 64 + (row % 8) * 8 + column % 8;
+}
+
+constexpr unsigned PANEL = 64;  // columns of a panel
+
+// Where element (row, column) of a [ROWS, D] matrix lies that is stored as D / 64 panels [ROWS, 64].
+template <int ROWS>
+__device__ __forceinline__ unsigned panel(unsigned row, unsigned column) {
+  return column / PANEL * ROWS * PANEL + swizzled<PANEL>(row, column % PANEL);
+}
+
+// From where an element lies to the one `rows` below or `columns` to the right, for constants whose bits the row or the
+// column has not set: there the swizzle only flips bits, one instruction instead of the five of panel().
+__device__ __forceinline__ unsigned below(unsigned at, unsigned rows) { return (at ^ rows * kGranule) + rows * PANEL; }
+
+template <int ROWS>
+__device__ __forceinline__ unsigned right(unsigned at, unsigned columns) {
+  return (at ^ columns % PANEL) + columns / PANEL * ROWS * PANEL;
 }
 
 // Operand A, rows = the 16 tokens, depth = columns k0 .. k0+15.
@@ -58,8 +77,20 @@ __device__ __forceinline__ void load_b_square(uint32_t (&b)[2][2], const __nv_bf
   b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
 }
 
+// A square tile as operand A, or with `transposed` loads as operand B: b[0], b[1] columns 0-7, b[2], b[3] columns 8-15.
+__device__ __forceinline__ uint32_t square_address(const bf16* square_smem) {
+  const unsigned lane = threadIdx.x % 32, block = lane / 8 % 2 * 2 + lane / 16;
+  return ptx::smem_address(square_smem + block * 64 + lane % 8 * 8);
+}
+
 __device__ __forceinline__ float low_float(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_float(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// A pair of floats as two pairs of bf16 whose sum has 16 bits of mantissa.
+__device__ __forceinline__ void split(uint32_t& high, uint32_t& low, float x, float y) {
+  high = ptx::cvt_rn_bf16x2(x, y);
+  low = ptx::cvt_rn_bf16x2(x - low_float(high), y - high_float(high));
+}
 
 // Four neighbouring bf16 elements, packed, as floats and back.
 __device__ __forceinline__ void unpack(float (&x)[4], uint2 packed) {

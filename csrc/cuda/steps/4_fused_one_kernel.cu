@@ -396,6 +396,9 @@ void run(const KdaArgs& args) {
          static_cast<float>(args.scale), static_cast<float>(args.lower_bound * double{LOG2_E}));
 }
 
-void forward(const KdaArgs& args) { args.K == 64 ? run<64>(args) : run<128>(args); }
+void forward(const KdaArgs& args) {
+  require_rounded_keys(args, "fused_one_kernel");
+  args.K == 64 ? run<64>(args) : run<128>(args);
+}
 
 }  // namespace kda::step4

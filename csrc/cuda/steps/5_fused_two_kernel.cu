@@ -431,6 +431,9 @@ void run(const KdaArgs& args) {
          tensors, images);
 }
 
-void forward(const KdaArgs& args) { args.K == 64 ? run<64>(args) : run<128>(args); }
+void forward(const KdaArgs& args) {
+  require_rounded_keys(args, "fused_two_kernel");
+  args.K == 64 ? run<64>(args) : run<128>(args);
+}
 
 }  // namespace kda::step5

@@ -62,13 +62,15 @@ KDA_EXPORT const char* stub_last_args(void) {
 #define INTEGER(field) line(#field, static_cast<long long>(last.field));
 #define POINTER(field) line(#field, reinterpret_cast<long long>(last.field));
   INTEGER(struct_bytes)
-  INTEGER(B) INTEGER(T) INTEGER(H) INTEGER(K) INTEGER(V) INTEGER(N) INTEGER(chunk)
+  INTEGER(B)
+  INTEGER(T) INTEGER(H) INTEGER(K) INTEGER(V) INTEGER(N) INTEGER(chunk)
       line("scale", static_cast<long long>(last.scale * 1000)),
       line("lower_bound", static_cast<long long>(last.lower_bound * 1000));
   POINTER(q)
-  POINTER(k) POINTER(v) POINTER(g) POINTER(beta) POINTER(A_log) POINTER(dt_bias) POINTER(out) POINTER(initial_state)
+  POINTER(k)
+  POINTER(v) POINTER(g) POINTER(beta) POINTER(A_log) POINTER(dt_bias) POINTER(out) POINTER(initial_state)
       POINTER(final_state) POINTER(cu_seqlens) INTEGER(initial_state_dtype) INTEGER(final_state_dtype)
-          INTEGER(cu_seqlens_dtype) INTEGER(device) POINTER(stream) POINTER(workspace) INTEGER(workspace_bytes)
-              POINTER(push_range) POINTER(pop_range) return text.c_str();
+          INTEGER(cu_seqlens_dtype) INTEGER(device) INTEGER(precise) POINTER(stream) POINTER(workspace)
+              INTEGER(workspace_bytes) POINTER(push_range) POINTER(pop_range) return text.c_str();
 }
 }
