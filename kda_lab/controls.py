@@ -14,11 +14,11 @@ from kda_lab.show import image
 # A drag sends events faster than a picture is drawn: those that arrive within this time are answered by one picture.
 COALESCE_SECONDS = 0.01
 
-# ipywidgets does not show on which slider or number the focus is, and insists.
-_FOCUS = (
+# ipywidgets does not show on which slider or number the focus is, and insists; and it cuts a slider's longer words off.
+_STYLE = (
     "<style>.kda-explorer.jupyter-widgets :is(:focus-visible, input:focus-visible) "
     "{ outline: 2px solid var(--jp-brand-color1, #1976d2) !important; "
-    "outline-offset: 2px; }</style>"
+    "outline-offset: 2px; } .kda-explorer .widget-readout { flex: none; width: auto; max-width: none; }</style>"
 )
 
 LABEL = {"description_width": "6.5em"}
@@ -61,7 +61,7 @@ class Explorer(ipywidgets.VBox):
         except Exception as error:  # a callback's exception would vanish into the kernel's log
             self.status.value = live_text(f"{type(error).__name__}: {error}")
             raise
-        self.picture.value = _FOCUS + image(drawn.png, drawn.alt)
+        self.picture.value = _STYLE + image(drawn.png, drawn.alt)
         self.status.value = live_text(drawn.text)
         self.redraws += 1
 
@@ -81,7 +81,7 @@ def button(name: str, tooltip: str, act: Callable[[], None]) -> ipywidgets.Butto
 def choice(name: str, options: Sequence[object], value: object) -> ipywidgets.SelectionSlider:
     """One of several values, in order. Not a list to drop down: JupyterLab keeps a list's arrow keys to itself."""
     return ipywidgets.SelectionSlider(
-        options=options, value=value, description=name, style=LABEL, layout={"width": "24em"}
+        options=options, value=value, description=name, style=LABEL, layout={"width": "26em"}
     )
 
 

@@ -31,7 +31,7 @@ INK, PAPER, GREY, SHADE = "#1a1a1a", "#ffffff", "#5c5c5c", "#e3e3e3"
 # Searched for: 3:1 or more against the page, and far apart for every kind of colour blindness, light and dark (tested).
 BLUE, RED, GREEN, PURPLE, OCHRE, LILAC = "#3050b0", "#c02030", "#36a770", "#7a3870", "#be841d", "#838fcf"
 PALETTE = (BLUE, RED, GREEN, PURPLE, OCHRE, LILAC)
-MARKERS = ("o", "s", "^", "D", "v", "P")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 class AltFigure(Figure):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -234,10 +235,9 @@ def _lane_order(lane: tuple[str, str, int, str]) -> tuple[str, str, int]:
     return (lane[0], lane[1].split(",")[0], lane[2])
 
 
-def _cycled(points: Sequence[Point]) -> list[tuple[Point, str, str]]:
-    """A colour and a marker for each point, no pair of them twice: one more point than colours takes another marker."""
-    n = len(PALETTE)
-    return [(at, PALETTE[i % n], MARKERS[(i + i // n) % len(MARKERS)]) for i, at in enumerate(points)]
+def _cycled(points: Sequence[Point]) -> Iterator[tuple[Point, str, str]]:
+    """A colour and a marker for each point; as many markers as steps, so that no two look alike without colour."""
+    return zip(points, itertools.cycle(PALETTE), itertools.cycle(MARKERS))
 
 
 def _legend(axes: Axes, **where: Any) -> None:
