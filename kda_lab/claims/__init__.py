@@ -112,7 +112,10 @@ def format_table(findings: Sequence[Finding]) -> str:
 def _recorded_evidence(number: int) -> Evidence | None:
     """What claims.json of the recording says about a claim."""
     recording = recorded.load()
-    content = recording and recording.claims()
+    path = recording and recording.folder / "claims.json"
+    if not path or not path.exists() or path.stat().st_size == 0:  # empty: a shell redirects this very ledger into it
+        return None
+    content = recording.claims()
     for row in content["claims"] if content else ():
         if row["number"] == number:
             return Evidence(row["numbers"], tuple(f"{source} ({recording.label})" for source in row["sources"]))

@@ -65,10 +65,7 @@ class Recording:
         return self._json("ladder.json")
 
     def claims(self) -> dict[str, Any] | None:
-        """What ``kda-lab claims --json`` wrote there. Empty, as while a shell redirects into it, it is None."""
-        path = self.folder / "claims.json"
-        if path.exists() and path.stat().st_size == 0:
-            return None
+        """What ``kda-lab claims --json`` wrote there."""
         return self._json("claims.json")
 
     def ncu(self, step: int | str) -> Report | None:
