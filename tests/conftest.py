@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import TYPE_CHECKING
 
 # The problems here are small and the machine may be busy: more threads would mostly wait for each other. The compiled
 # library keeps two, so that its parallel loops are exercised.
@@ -11,11 +12,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import browsing
 import golden
-import lessons
 import pytest
 import torch
 
 from kda_lab import native, sass
+
+if TYPE_CHECKING:
+    import lessons
 
 torch.set_num_threads(1)
 
@@ -73,4 +76,6 @@ def lab(tmp_path_factory):
 @pytest.fixture(scope="session")
 def book(tmp_path_factory) -> lessons.Book:
     """The book of all lessons."""
+    import lessons  # here: the GPU tests run on machines without Jupyter
+
     return lessons.make_book(tmp_path_factory.mktemp("é book"))
