@@ -14,7 +14,7 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from lessons import executed
 
-from kda_lab import reference, registry
+from kda_lab import reference, registry, show
 from kda_lab.show import find_function
 from kda_lab.tour import find_lessons
 
@@ -112,6 +112,15 @@ def test_the_published_kernel_is_linked_where_a_lesson_speaks_of_it(notebook):
     assert not speaks or link in text
     mentions = re.findall(r"FlashKDA", text.replace("github.com/MoonshotAI/FlashKDA", ""))
     assert not mentions or text.index(link) <= text.index("FlashKDA"), "the first mention carries the link"
+
+
+def test_what_is_shown_of_the_source_is_there(notebook):
+    """A function or a marked line that a kernel lost would stop the lesson."""
+    for source in cells(notebook, "code"):
+        for call in ast.walk(ast.parse(TransformerManager().transform_cell(source))):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "source":
+                arguments = [ast.literal_eval(value) for value in call.args]
+                assert show.source(*arguments, **{word.arg: ast.literal_eval(word.value) for word in call.keywords})
 
 
 def test_what_a_lesson_compares_runs_in_turn(notebook):
