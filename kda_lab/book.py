@@ -85,7 +85,10 @@ def _build(sources: Path, config: Path, output: Path) -> str:
 def _index(lessons: Sequence[Lesson], rows: Sequence[bench.Row]) -> str:
     items = []
     for lesson in lessons:
-        summary = re.sub(r"(?<=\]\()[^):]+", lambda link: posixpath.normpath(f"notebooks/{link[0]}"), lesson.summary)
+        # Links of a lesson start from its folder, those of the index from one above.
+        summary = re.sub(
+            r"(?<=\]\()(?!https:)[^)]+", lambda link: posixpath.normpath(f"notebooks/{link[0]}"), lesson.summary
+        )
         items.append(f"**[{lesson.title}](notebooks/{lesson.name}.ipynb)**\\\n{summary}\\\n*{lesson.state}*")
     return _INDEX.format(lessons="\n\n".join(items), ladder=_ladder(rows))
 
