@@ -3,7 +3,7 @@
 Parts, in the order they run:
     ceilings     what this GPU reaches in the same run as all else: copy bandwidth, matrix products, exponentials
     exponential  every form of the exponential on registers, and the gate stage alone in every form
-    accuracy     errors against float64 by regime and length, beside the published kernel's
+    accuracy     errors against float64 by regime and length, and for identical keys, beside the published kernel's
     golden       errors on the golden cases
     ladder       every step and peer on every shape: checked, then timed, interleaved
     sass         the machine code of every step
@@ -78,6 +78,7 @@ def record(out: Path, parts: Iterable[str] = PARTS, *, quick: bool = False) -> d
         elif part == "accuracy":
             lengths = accuracy.LENGTHS[:2] if quick else accuracy.LENGTHS
             recording["accuracy"] = _collect(accuracy.by_regime(found, lengths), _accuracy_line)
+            recording["identical_keys"] = _collect(accuracy.identical_keys(found, lengths[1:]), _identical_keys_line)
         elif part == "golden":
             recording["golden"] = _collect(accuracy.golden(found), _golden_line)
         elif part == "ladder":
@@ -129,6 +130,14 @@ def _accuracy_line(row: dict[str, Any]) -> str:
     correlation = "" if row["key_correlation"] is None else f" {row['key_correlation']}"
     return (
         f"{row['regime'] + correlation:<14} lower_bound {row['lower_bound']:<5} T {row['T']:<6} {_name(row):<26}"
+        f" out {row['error_rms']:.2e}  state {row['state_error_rms']:.2e}"
+    )
+
+
+def _identical_keys_line(row: dict[str, Any]) -> str:
+    precise = ", precise" if row.get("precise") else ""
+    return (
+        f"identical keys, gate logit {row['gate_logit']:<6} T {row['T']:<6} {_name(row) + precise:<26}"
         f" out {row['error_rms']:.2e}  state {row['state_error_rms']:.2e}"
     )
 

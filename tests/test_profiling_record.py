@@ -81,6 +81,8 @@ def test_a_recording_has_a_row_for_every_version_case_and_method(fake_gpu, tmp_p
     assert rows[3]["seq_lens"] == [7, 0, 33]
     assert rows[3]["state_error_rms"] < 1e-5
     assert len(content["accuracy"]) == (2 + 3) * len(CPU_STEPS) * len(accuracy.REGIMES)
+    tensor_core_steps = [step for step in CPU_STEPS if step >= ladder.TENSOR_CORE_STEP]
+    assert len(content["identical_keys"]) == len(tensor_core_steps) * len(accuracy.DRIFT_LOGITS)
     assert {row["case"] for row in content["golden"]} >= {"t16", "collinear_1.0"}
     assert set(content["peers_not_measured"]) == {"flash_kda", "fla"} - set(content["peers"])
     assert json.loads((tmp_path / "machine.json").read_text()) == {"gpu": "a CPU that plays one"}

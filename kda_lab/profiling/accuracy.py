@@ -12,7 +12,8 @@ import torch
 
 from kda_lab import peers, reference, registry
 from kda_lab.inputs import Inputs, make_inputs
-from kda_lab.profiling.ladder import relative_error, step_binder
+from kda_lab.profiling import ladder
+from kda_lab.profiling.ladder import relative_error
 
 _GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden.py"  # in a checkout only
 
@@ -20,6 +21,7 @@ LENGTHS = (16, 256, 2048, 16384)
 HEADS = 4
 LOWER_BOUNDS = (-1.0, -0.1, 0.0)  # beside -5, at BOUND_LENGTH tokens
 BOUND_LENGTH = 1024
+DRIFT_LOGITS = (-12.0, -9.0, -6.0)  # one token keeps all but 3e-5, 6e-4 and 1.2e-2 of a channel at lower_bound -5
 REGIMES = (  # regime, key correlation
     ("forget", None),
     ("mixed", None),
@@ -46,6 +48,36 @@ def by_regime(found: Sequence[peers.Peer], lengths: Sequence[int] = LENGTHS) -> 
                     "regime": regime,
                     "key_correlation": correlation,
                     "lower_bound": lower_bound,
+                    "T": T,
+                    "H": HEADS,
+                    "error_rms": relative_error(result.out[b], expected.out[b]),
+                    "state_error_rms": relative_error(result.final_state[b], expected.final_state[b]),
+                }
+
+
+def identical_keys(
+    found: Sequence[peers.Peer], lengths: Sequence[int] = LENGTHS[1:], logits: Sequence[float] = DRIFT_LOGITS
+) -> Iterator[dict[str, Any]]:
+    """How errors grow with T where all keys of a head are equal, for gates that keep ever less.
+
+    Roundings of keys to bf16 then add up in the state, unless they are equal, too, or kept (`precise`).
+    """
+    for T in lengths:
+        one = make_inputs(1, T, HEADS, regime="collinear")
+        gates = torch.tensor(logits, dtype=one.g.dtype)[:, None, None, None]
+        copies = {name: getattr(one, name).repeat(len(logits), 1, 1, 1) for name in ("q", "k", "v")}
+        beta = one.beta.repeat(len(logits), 1, 1)
+        inputs = one.with_(**copies, beta=beta, g=gates.expand_as(copies["q"]).contiguous()).to("cuda")
+        expected = reference.recurrent_torch(inputs)
+        for row, bind in (
+            *_versions(found, ladder.TENSOR_CORE_STEP),
+            *_versions([], ladder.PRECISE_STEP, precise=True),
+        ):
+            result = bind(inputs, torch.float32)()
+            for b, logit in enumerate(logits):
+                yield row | {
+                    "gate_logit": logit,
+                    "lower_bound": inputs.lower_bound,
                     "T": T,
                     "H": HEADS,
                     "error_rms": relative_error(result.out[b], expected.out[b]),
@@ -90,11 +122,16 @@ def golden(found: Sequence[peers.Peer]) -> Iterator[dict[str, Any]]:
             )
 
 
-def _versions(found: Sequence[peers.Peer]) -> list[tuple[dict[str, Any], Any]]:
+def _versions(
+    found: Sequence[peers.Peer], first_step: int = 0, precise: bool = False
+) -> list[tuple[dict[str, Any], Any]]:
     steps = [
-        ({"step": step.number, "slug": step.slug}, step_binder(step.number, allow_unsafe=True))
+        (
+            {"step": step.number, "slug": step.slug, "precise": precise},
+            ladder.step_binder(step.number, allow_unsafe=True, precise=precise),
+        )
         for step in registry.steps()
-        if "cuda" in step.devices
+        if "cuda" in step.devices and step.number >= first_step
     ]
     return steps + [({"peer": peer.name, "version": peer.version}, peer.bind) for peer in found if peer.name != "fla"]
 

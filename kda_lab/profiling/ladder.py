@@ -26,6 +26,7 @@ METHODS = {
     "host_loop": "host clock over back-to-back calls from Python, per call",
     "cuda_graph": "CUDA events around a replayed graph of calls, per call",
 }
+PRECISE_STEP = 6  # the one whose keys may be bf16 or more
 TENSOR_CORE_STEP = 4  # from this step on a step is timed on every case, below only where a case asks for all steps
 REGIME, SEED = "mixed", 0
 CALLS_PER_SAMPLE = 20  # of the methods that time many calls at once
@@ -40,6 +41,7 @@ class Case:
     H: int
     seq_lens: tuple[int, ...] | None = None
     state: str | None = None
+    precise: bool = False  # keys of more than bf16: step 6 beside the published kernel
     all_steps: bool = False
     fla: bool = False  # FLA tunes itself for a minute at each new number of heads
     methods: tuple[str, ...] = ("events",)
@@ -48,7 +50,7 @@ class Case:
     def label(self) -> str:
         shape = f"T {self.T}" if self.seq_lens is None else f"packed {len(self.seq_lens)} sequences, T {self.T}"
         batch = f"B {self.B}, " if self.B > 1 else ""
-        return f"{batch}{shape}, H {self.H}, {self.state or 'no'} state"
+        return f"{batch}{shape}, H {self.H}, {self.state or 'no'} state{', precise' * self.precise}"
 
 
 _MIX = (1300, 547, 2048, 963, 271, 3063)
@@ -69,6 +71,8 @@ CASES = (
     Case(1, 8192, 64, state="fp32"),
     Case(1, 8192, 128),
     Case(1, 8192, 96, state="fp32"),
+    Case(1, 8192, 96, state="fp32", precise=True),
+    Case(1, 8192, 32, state="fp32", precise=True),
     Case(1, 8192, 96, state="bf16"),
     Case(1, 8185, 96),
     Case(1, 8192, 96, seq_lens=_MIX, state="fp32"),
@@ -99,9 +103,10 @@ def versions(case: Case, found: Sequence[peers.Peer], library: str) -> list[Vers
     """The steps and peers that are timed on a case."""
     result = []
     for step in registry.steps():
-        if "cuda" in step.devices and (case.all_steps or step.number >= TENSOR_CORE_STEP):
+        first = 0 if case.all_steps else PRECISE_STEP if case.precise else TENSOR_CORE_STEP
+        if "cuda" in step.devices and step.number >= first:
             row = {"step": step.number, "slug": step.slug, "library": library}
-            result.append(Version(row, step_binder(step.number), bench.BF16_TOLERANCE))
+            result.append(Version(row, step_binder(step.number, precise=case.precise), bench.BF16_TOLERANCE))
     for peer in found:
         if peer.name != "fla" or case.fla:
             result.append(Version({"peer": peer.name, "version": peer.version}, peer.bind, None))
@@ -152,6 +157,7 @@ def measure(
         "V": first.V,
         "seq_lens": None if case.seq_lens is None else list(case.seq_lens),
         "state": case.state,
+        "precise": case.precise,
         "regime": REGIME,
         "seed": SEED,
         "bytes": bench.io_bytes(first),
@@ -206,7 +212,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
 
 
-def step_binder(step: int, allow_unsafe: bool = False) -> Callable[[Inputs, torch.dtype | None], Call]:
+def step_binder(
+    step: int, allow_unsafe: bool = False, precise: bool = False
+) -> Callable[[Inputs, torch.dtype | None], Call]:
     """Our own fwd, called as the peers are: the caller owns out and final_state."""
 
     def bind(inputs: Inputs, final_state: torch.dtype | None) -> Call:
@@ -229,6 +237,7 @@ def step_binder(step: int, allow_unsafe: bool = False) -> Callable[[Inputs, torc
                 cu_seqlens=inputs.cu_seqlens,
                 step=step,
                 allow_unsafe=allow_unsafe,
+                precise=precise,
             )
             return Result(out, state)
 

@@ -14,6 +14,7 @@
 //   lean loops   in recurrence, descriptors and addresses computed once: 0.25 to 0.20 ms at H 32, where one warp a
 //                scheduler issues all of the chain. In prepare, addresses from one flip of bits, whole chunks copied
 //                without tests, the gate scaled after its sum: 10 % fewer instructions, 0.38 to 0.35 ms at H 96
+//                Decays loaded after the products are under way, not before: 0.641 to 0.633 ms of the step at H 96
 //   bulk copies  a producer warp keeps STAGES chunks in flight; 6, not 4: 0.32 to 0.29 ms at H 96 (prepare
 //                differed between the two runs); 8, so that no SM holds two CTAs: 0.32 to 0.22 ms at H 32
 //   value split  rows of S are independent: with few heads two CTAs take 64 rows each, half the chain's products
@@ -21,26 +22,26 @@
 //                H 96; INV by rows: 0.41; beta fetched ahead, and no spills (6 CTAs of 80 registers): 0.38
 //   launch       recurrence sets itself up while prepare drains (programmatic dependent launch); not measured apart
 // What did not pay: inverting in turn by different warps; two accumulators in the chain (2 % of recurrence for 16
-// registers); addresses held in registers (they spill) or more registers and fewer CTAs, either way 0.35 to 0.39 ms of
-// prepare at H 96; prepare from the last chunk to the first, for what L2 still holds of its images (1 % slower); cutting
-// the sequence so that prepare of one part runs beside recurrence of the part before (H 32: from 0.33 ms to between 0.33
-// and 0.48 ms), because prepare's warps take issue slots from the chain.
+// registers); addresses held in registers (they spill) or more registers and fewer CTAs, either way 0.35 to 0.39 ms
+// of prepare at H 96; prepare from the last chunk to the first, for what L2 still holds of its images (1 % slower);
+// cutting the sequence so that prepare of one part runs beside recurrence of the part before (H 32: from 0.33 ms to
+// between 0.33 and 0.48 ms), because prepare's warps take issue slots from the chain.
 //
 // In the profiler: both kernels move bytes nearly as fast as a copy from H = 96 up; below that the chain of two
 // dependent products a chunk decides.
 //
-// Range. A bound with |lower_bound| * 16 > 83.2 (and <= 166.4) makes prepare take exponents relative to G of the chunk's
-// middle row (WIDE): half of the range, twice the bound. w and q' leave as if relative to the start, by one factor a
-// column. A row's roundings then depend on later rows of its chunk, though not its value: causal, but not to the bit.
+// Range. A bound with |lower_bound| * 16 > 83.2 (and <= 166.4) makes prepare take exponents relative to G of the
+// chunk's middle row (WIDE): half of the range, twice the bound. w and q' leave as if relative to the start, by one
+// factor a column. A row's roundings then depend on later rows of its chunk, though not its value: causal, but not to
+// the bit.
 //
 // Numbers. As step 5: bf16 factors rounded once, fp32 state; w and q' are formed from INV and P split into two bf16
-// each, then rounded once. k^ is rounded before decays come in: equal keys stay equal where the decay of a chunk rounds
-// away. Where it does not, roundings of nearly equal rows of k_restored differ and add up across the key, where the
-// delta rule never corrects them: the error grows with T. PRECISE keeps k_restored as the sum of two bf16 instead, which
-// ends that for 4 KB a chunk and one more product. Compute capability 9.0 only. A NaN reaches the other rows of its own
-// chunk, nothing before or beside it.
+// each, then rounded once. k^ is rounded before decays come in: equal keys stay equal where the decay of a chunk
+// rounds away. Where it does not, roundings of nearly equal rows of k_restored differ and add up across the key,
+// where the delta rule never corrects them: the error grows with T. PRECISE keeps k_restored as the sum of two bf16
+// instead, which ends that for 4 KB a chunk and one more product. Compute capability 9.0 only. A NaN reaches the
+// other rows of its own chunk, nothing before or beside it.
 #include <algorithm>
-#include <cfloat>
 
 #include "../common/hopper.cuh"
 #include "../common/launch.cuh"
@@ -157,8 +158,9 @@ __device__ __forceinline__ void normalise(float (&q_factor)[TOKENS], float (&k_f
   }
 }
 
-// The four decayed forms of q^ and k^, each rounded once, from fp32. k^ is a bf16 vector: keys that are equal, or equal
-// but for a decay that rounds away, stay equal in all forms, and what rounding did to them does not add up in the state.
+// The four decayed forms of q^ and k^, each rounded once, from fp32. k^ is a bf16 vector: keys that are equal, or
+// equal but for a decay that rounds away, stay equal in all forms, and what rounding did to them does not add up in
+// the state.
 // PRECISE: k^ is not rounded and k_restored, which writes the state, is kept as the sum of two bf16.
 template <int D, bool PRECISE, bool WIDE>
 __device__ __forceinline__ void apply_decay(PrepareSmem<D, PRECISE>& smem, const uint2 (&q_reg)[TOKENS],
@@ -334,8 +336,9 @@ __device__ __forceinline__ void form_w_and_q(PrepareSmem<D, PRECISE>& smem, unsi
   }
 }
 
-// Starts the copy of a chunk's rows of one head: D threads move 8 rows of 16-byte pieces at a time, and `lane_source` is
-// this thread's first piece. Rows past the sequence's end become zeros and are not read: they are another sequence's.
+// Starts the copy of a chunk's rows of one head: D threads move 8 rows of 16-byte pieces at a time, and `lane_source`
+// is this thread's first piece. Rows past the sequence's end become zeros and are not read: they are another
+// sequence's.
 template <int D>
 __device__ __forceinline__ void load_rows(bf16* rows_smem, const bf16* lane_source, int tokens, unsigned row_pitch) {
   const int row = threadIdx.x / (D / 8);
