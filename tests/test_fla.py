@@ -115,6 +115,7 @@ def chunk_kda_call(B: int, T: int, H: int, draw: str, offsets: list[int] | None)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", ["randn", "rand"])
 @pytest.mark.parametrize(
     ("B", "T", "H", "offsets"),

@@ -157,15 +157,18 @@ def test_keys_that_are_equal_stay_equal() -> None:
 
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("T", [1, 17, 1500])
+def test_precise_in_every_regime(T: int, regime: str) -> None:
+    assert_right(make_inputs(1, T, 4, regime=regime), 6, rms=min(TENSOR_CORE_OUT[regime], 1e-2), precise=True)
+
+
 @every_step
-def test_precise(step: int, T: int, regime: str) -> None:
-    """What it is worth is above; here, that every step either runs it right or says that it cannot."""
-    inputs = make_inputs(1, T, 4, regime=regime)
+def test_precise_is_no_news_to_steps_in_fp32_and_refused_by_those_that_cannot(step: int) -> None:
+    inputs = make_inputs(1, 100, 4, regime="collinear", device="cuda")
     if step in (4, 5):
         with pytest.raises(NotImplementedError, match="use register_state"):
-            run(inputs.to("cuda"), step, precise=True)
+            run(inputs, step, precise=True)
     else:
-        assert_right(inputs, step, rms=TENSOR_CORE_OUT[regime] if regime != "collinear" else 1e-2, precise=True)
+        assert same_bits(run(inputs, step, precise=True).out, run(inputs, step).out) is (step in FP32_STEPS)
 
 
 @pytest.mark.slow

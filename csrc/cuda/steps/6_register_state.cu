@@ -308,6 +308,7 @@ __device__ __forceinline__ void form_w_and_q(PrepareSmem<D, PRECISE>& smem, unsi
   for (unsigned n0 = 0; n0 < 32; n0 += 16) {  // a warp's 32 columns
     uint32_t b[4];
     ptx::ldmatrix_x4_trans(b, ptx::smem_address(smem.image.wq + right<2 * CHUNK>(at_b, n0)));
+    __syncwarp();  // all lanes have read before one writes in the same place
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       bf16* at[2][2];  // w and q, rows `row` and `row` + 8
