@@ -35,6 +35,18 @@ def test_a_report_of_nsight_compute_is_described_in_words(monkeypatch):
     assert "not measured" in next(line for line in text.splitlines() if line.startswith("found in the L2 cache"))
 
 
+def test_a_report_that_cannot_be_read_here_is_kept_and_says_why(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ncu_report", None)  # an import of it raises ImportError
+    ncu.reader.cache_clear()
+    report = tmp_path / "0_token_by_token.ncu-rep"
+    report.write_bytes(b"a report")
+    monkeypatch.setattr(collect, "profile", lambda *args, **options: report)
+    text = command.run(0, "ncu", tmp_path)
+    ncu.reader.cache_clear()
+    assert text.startswith(f"{report}\n\nnot read: Reading Nsight Compute reports needs the package ncu-report.")
+    assert text.endswith("pip install ncu-report.")
+
+
 def test_doctor_names_each_tool_and_its_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(tools, "candidates", lambda name, root=None: [])

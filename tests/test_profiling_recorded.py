@@ -70,10 +70,11 @@ def test_the_ladder_as_text_is_labelled_and_says_not_measured(recording):
     }
     timed = row | {"median_ms": 2.0, "iqr_ms": 0.1}
     refused = row | {"step": 4, "slug": "fused_one_kernel", "median_ms": None, "iqr_ms": None}
-    content = {"machine": {"commit": "abc"}, "rows": [timed, refused]}
+    machine = {"gpu": "NVIDIA H200", "date": "2026-11-30", "commit": "abc"}  # another day than the reports
+    content = {"machine": machine, "rows": [timed, refused]}
     (recording.folder / "ladder.json").write_text(json.dumps(content))
     text = recorded.ladder_text(recording)
-    assert text.startswith("recorded on NVIDIA H200, 2026-11-29, commit abc")
+    assert text.startswith("recorded on NVIDIA H200, 2026-11-30, commit abc")
     assert "5 fused_two_kernel  2             0.1           25.0%         0.004" in text
     assert "4 fused_one_kernel  not measured" in text
 

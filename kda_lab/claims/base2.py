@@ -85,7 +85,7 @@ def watch_host() -> Evidence:
             "gate_elements": inputs.g.numel(),
             "kernels_beside": launched and len(launched - {"prepare", "recurrence"}),
         },
-        (evidence.here(), evidence.gpu_label(), source),
+        (evidence.here(), evidence.report_label(), source),
     )
 
 
@@ -128,7 +128,7 @@ def count_units() -> Evidence:
     counted = from_code(measure, ["units_used"])
     rates = recorded_exponential("throughput", "results_per_clock_per_sm")
     numbers = {**counted.numbers, "expf_per_clock": rates.get("expf"), "ex2_per_clock": rates.get("ex2.approx.ftz")}
-    return Evidence(numbers, (*counted.sources, evidence.gpu_label()))
+    return Evidence(numbers, (*counted.sources, evidence.ladder_label()))
 
 
 @claim(
@@ -202,7 +202,7 @@ def recorded_end_to_end() -> Evidence:
         "gate_alone_saves": (in_e - in_2) / five if in_e and in_2 and five else None,
         "gate_kernel_saves": (kernel_e - kernel_2) / five if kernel_e and kernel_2 and five else None,
     }
-    return Evidence(numbers, (evidence.gpu_label(),))
+    return Evidence(numbers, (evidence.ladder_label(), evidence.report_label()))
 
 
 @claim(
@@ -262,7 +262,7 @@ def time_stages() -> Evidence:
         gate = saved.pop("gate")
         noise = max(evidence.recorded_disagreement_ms(step) for step in (1, 2))
         numbers = {"gate_saved_ms": gate, "elsewhere_saved_ms": max(saved.values()), "noise_ms": noise}
-        return Evidence(numbers, (evidence.gpu_label(),))
+        return Evidence(numbers, (evidence.report_label(),))
     inputs = make_inputs(T=128, H=4)
     one, two, again = (bench.stage_ms(step, inputs, runs=40) for step in (1, 2, 1))
     saved = {stage: one[stage] - two[stage] for stage in one}

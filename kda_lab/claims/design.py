@@ -121,7 +121,7 @@ def approximate_tanh() -> Evidence:
         "published_state_error": errors.get("flash_kda"),
         "step_5_state_error": errors.get(5),
     }
-    return Evidence(numbers, (f"tanh rounded to 11 bits, {evidence.here()}", evidence.gpu_label()))
+    return Evidence(numbers, (f"tanh rounded to 11 bits, {evidence.here()}", evidence.ladder_label()))
 
 
 @claim(24, TOPIC, "Sigmoid through tanh.approx is precise enough for the gate.", approximate_tanh)
@@ -201,7 +201,7 @@ def recorded_split() -> Evidence:
         "smallest_beyond_one_chunk": min(longer, default=None),
         "largest": max(ratios.values(), default=None),
     }
-    return Evidence(numbers, (evidence.gpu_label(),))
+    return Evidence(numbers, (evidence.ladder_label(),))
 
 
 @claim(26, TOPIC, "Splitting the fused kernel in two gives at least 15 %.", recorded_split)

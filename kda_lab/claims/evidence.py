@@ -62,7 +62,7 @@ def from_code(measure: Callable[[Code], dict[str, Number]], names: Sequence[str]
     except native.BuildError as error:
         missing = str(error).splitlines()[0]
     try:
-        return Evidence(measure(read_recorded), (f"machine code for {archs}, {gpu_label()}",))
+        return Evidence(measure(read_recorded), (f"machine code for {archs}, {report_label()}",))
     except native.BuildError:
         return Evidence(dict.fromkeys(names), (missing,))
 
@@ -113,10 +113,19 @@ def recorded_disagreement_ms(step: int) -> float:
     return max((max(of_kernel) - min(of_kernel) for of_kernel in times if of_kernel), default=0.0) / 1e3
 
 
-def gpu_label() -> str:
-    """The label of the GPU recording that ships, or that there is none."""
+def report_label() -> str:
+    """The label of the profilers' reports in the GPU recording that ships, or that there is none."""
     recording = recorded.load()
-    return recording.label if recording else "no GPU recording ships with this copy"
+    return recording.label if recording else _NO_RECORDING
+
+
+def ladder_label() -> str:
+    """The label of the recorded ladder: its times, errors and exponentials."""
+    recording = recorded.load()
+    return recording.ladder_label if recording else _NO_RECORDING
+
+
+_NO_RECORDING = "no GPU recording ships with this copy"
 
 
 def recorded_rows(part: str) -> list[dict[str, Any]]:

@@ -153,7 +153,7 @@ def measure_lengths() -> Evidence:
         "recorded_length": longest and longest["T"],
         "recorded_error": longest and longest["error_rms"],
     }
-    return Evidence(numbers, (evidence.here(), evidence.gpu_label()))
+    return Evidence(numbers, (evidence.here(), evidence.ladder_label()))
 
 
 @claim(18, TOPIC, "The choice −5 is safe across sequence lengths up to those tested.", measure_lengths)

@@ -20,10 +20,14 @@ def run(
 ) -> str:
     """Profiles a step (options: those of collect.profile) and returns the report's path and its table as text.
 
-    Raises ProfilingError or ReportError with one sentence on what is wrong and one on what to do.
+    A report that cannot be read here is kept, with the reason in the text. Raises ProfilingError or ReportError with
+    one sentence on what is wrong and one on what to do.
     """
     path = collect.profile(step, tool, out, progress=progress, **options)
-    return f"{path}\n\n{describe(path)}"
+    try:
+        return f"{path}\n\n{describe(path)}"
+    except tools.ToolMissing as error:
+        return f"{path}\n\nnot read: {error}"
 
 
 def describe(path: Path) -> str:

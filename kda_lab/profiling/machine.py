@@ -37,13 +37,18 @@ def clocks(device: int = 0) -> dict[str, float | None]:
 
 
 def commit() -> str:
-    """Commit of this source tree, "+dirty" where tracked files differ; KDA_LAB_COMMIT where the tree has no history."""
+    """Commit of this source tree, "+dirty" where tracked files differ.
+
+    KDA_LAB_COMMIT if that is set: a copied tree may have lost its history, or carry another one.
+    """
+    if "KDA_LAB_COMMIT" in os.environ:
+        return os.environ["KDA_LAB_COMMIT"]
     root = Path(__file__).resolve().parents[2]
     try:
         sha = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
         changed = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("KDA_LAB_COMMIT", "unknown")
+        return "unknown"
     return sha + ("+dirty" if changed else "")
 
 

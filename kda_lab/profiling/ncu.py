@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -111,16 +110,14 @@ def _indexed(container: Any) -> list[Any]:
 
 @functools.cache
 def reader() -> ModuleType:
-    """The module ncu_report: from PyPI, or from an installed Nsight Compute."""
+    """The module ncu_report from PyPI.
+
+    The one inside an installed Nsight Compute is left alone: under another version of Python it ends the process.
+    """
     try:
         return importlib.import_module("ncu_report")
     except ImportError:
-        pass
-    for ncu in tools.candidates("ncu"):
-        for folder in (ncu.resolve().parent / "extras" / "python", ncu.resolve().parents[1] / "extras" / "python"):
-            if (folder / "ncu_report.py").exists():
-                sys.path.append(str(folder))
-                return importlib.import_module("ncu_report")
-    raise tools.ToolMissing(
-        "Reading Nsight Compute reports needs the package ncu-report. Install it (Linux only): pip install ncu-report."
-    )
+        raise tools.ToolMissing(
+            "Reading Nsight Compute reports needs the package ncu-report. Install it (Linux only): pip install "
+            "ncu-report."
+        ) from None

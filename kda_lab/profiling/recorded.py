@@ -38,6 +38,7 @@ _ROW_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
     "ladder.json": {
         "rows": ("case", "method", "median_ms", "step or peer"),
         "accuracy": ("T", "regime", "lower_bound", "key_correlation", "error_rms"),
+        "identical_keys": ("T", "gate_logit", "error_rms", "state_error_rms"),
     },
     "claims.json": {"claims": ("number", "numbers", "sources")},
     "history.json": {"rows": ("kept", "change", "shape", "measured", "before_ms", "after_ms")},
@@ -57,8 +58,16 @@ class Recording:
 
     @property
     def label(self) -> str:
-        """What a number taken from here must be shown with."""
-        return f"recorded on {self.machine.get('gpu', self.folder.name)}, {self.machine.get('date', 'date unknown')}"
+        """What a number of a report must be shown with."""
+        return self._label(self.machine)
+
+    @property
+    def ladder_label(self) -> str:
+        """What a number of ladder.json must be shown with: it may be of another day than the reports."""
+        return self._label((self.ladder() or {}).get("machine") or self.machine)
+
+    def _label(self, machine: dict[str, Any]) -> str:
+        return f"recorded on {machine.get('gpu', self.folder.name)}, {machine.get('date', 'date unknown')}"
 
     def ladder(self) -> dict[str, Any] | None:
         """What kda_lab.record measured: machine, ceilings, rows (times), accuracy and golden."""
@@ -185,8 +194,8 @@ def ladder_text(recording: Recording, *, all_shapes: bool = True) -> str:
     """
     content = recording.ladder()
     if not content or not content.get("rows"):
-        return f"{recording.label}: not measured"
-    blocks = [f"{recording.label}, commit {content.get('machine', {}).get('commit', 'unknown')}"]
+        return f"{recording.ladder_label}: not measured"
+    blocks = [f"{recording.ladder_label}, commit {content.get('machine', {}).get('commit', 'unknown')}"]
     columns = {"who": "", "median_ms": "median ms", "iqr_ms": "iqr ms", "share": "of bound", "error_rms": "error"}
     every_step = {row["case"] for row in content["rows"] if row.get("step") == 0}
     for case, method in dict.fromkeys((row["case"], row["method"]) for row in content["rows"]):

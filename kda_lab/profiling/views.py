@@ -169,7 +169,7 @@ def race(recording: Recording | None, before: Step, after: Step) -> Html:
         "ratio": "Times as fast",
         "peer": "FlashKDA, ms",
     }
-    return table(rows, columns, _caption(recording, "Medians"))
+    return table(rows, columns, _ladder_caption(recording, "Medians"))
 
 
 def exponentials(recording: Recording | None) -> Html:
@@ -177,7 +177,7 @@ def exponentials(recording: Recording | None) -> Html:
     content = (recording.ladder() if recording else None) or {}
     columns = {"form": "Form", "results_per_clock_per_sm": "Results a clock and multiprocessor"}
     rows = content.get("exponential", {}).get("throughput", [])
-    return table(rows, columns, _caption(recording, "One exponential, from registers"))
+    return table(rows, columns, _ladder_caption(recording, "One exponential, from registers"))
 
 
 def gates(recording: Recording | None) -> Html:
@@ -197,7 +197,7 @@ def gates(recording: Recording | None) -> Html:
         "registers": "Registers a thread",
         "warps": "Warps a multiprocessor can hold",
     }
-    return table(rows, columns, _caption(recording, "The gate stage alone"))
+    return table(rows, columns, _ladder_caption(recording, "The gate stage alone"))
 
 
 def errors(recording: Recording | None, steps: Sequence[Step], T: int = 256) -> AltFigure:
@@ -208,7 +208,19 @@ def errors(recording: Recording | None, steps: Sequence[Step], T: int = 256) -> 
         if row.get("step") in map(_number, steps) and (row["T"], row["lower_bound"]) == (T, -5.0):
             correlation = "" if row["key_correlation"] is None else f" {row['key_correlation']}"
             found.setdefault(_name(row["step"]), {})[row["regime"] + correlation] = row["error_rms"]
-    return error_by_regime_figure(found, f"output, {recording.label},") if found else _nothing("Errors on a GPU")
+    return error_by_regime_figure(found, f"output, {recording.ladder_label},") if found else _nothing("Errors on a GPU")
+
+
+def identical_keys(recording: Recording | None) -> Html:
+    """Errors of the output where all keys are equal, by gate and length, and what `precise` makes of them."""
+    content = (recording.ladder() if recording else None) or {}
+    rows: dict[tuple[float, int], dict[str, Any]] = {}
+    for row in content.get("identical_keys", []):
+        place = rows.setdefault((row["gate_logit"], row["T"]), {"gate_logit": row["gate_logit"], "T": row["T"]})
+        place[f"{row.get('peer', row.get('step'))}{', precise' * bool(row.get('precise'))}"] = row["error_rms"]
+    columns = {"gate_logit": "Gate's logit", "T": "Tokens", "5": _name(5), "6": _name(6)}
+    columns |= {"6, precise": f"{_name(6)}, precise", "flash_kda": "FlashKDA"}
+    return table(list(rows.values()), columns, _ladder_caption(recording, "Error of the output, all keys equal"))
 
 
 def moved(recording: Recording | None, steps: Sequence[Step]) -> dict[str, float]:
@@ -329,6 +341,10 @@ def _number(step: Step) -> int:
 
 def _caption(recording: Recording | None, what: str) -> str:
     return f"{what}, {recording.label}" if recording else what
+
+
+def _ladder_caption(recording: Recording | None, what: str) -> str:
+    return f"{what}, {recording.ladder_label}" if recording else what
 
 
 def _labelled(fig: AltFigure, recording: Recording) -> AltFigure:
