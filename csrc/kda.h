@@ -42,7 +42,8 @@ typedef enum KdaDtype { KDA_NONE = 0, KDA_BF16 = 1, KDA_F32 = 2, KDA_I32 = 3, KD
 
 enum { KDA_DEVICE_CPU = 1, KDA_DEVICE_CUDA = 2 };
 
-/* One forward pass. Every tensor is contiguous in the order written; the last index is the fastest. */
+/* One forward pass. Every tensor is contiguous in the order written; the last index is the fastest. Tensors begin at
+ * multiples of 16 bytes; beta, A_log and cu_seqlens may begin at multiples of their element's size. */
 typedef struct KdaArgs {
   int64_t struct_bytes; /* sizeof(KdaArgs) of the caller: refused when it is not the library's own */
 

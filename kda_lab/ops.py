@@ -77,6 +77,9 @@ def fwd(
             grow to the size of the output. Steps that hold keys in fp32 do nothing else; CUDA's fused_one_kernel and
             fused_two_kernel cannot.
 
+    Limits of the CUDA steps, which the CPU steps do not have: a query or key longer than 1.8e19 overflows fp32 when it
+    is squared and counts as zero; with saturated gates, steps 3 to 6 lose digits of queries much shorter than 1e-3.
+
     Inputs that are strided or not aligned to 16 bytes are copied first, whatever the step; `out` and `final_state` must
     be contiguous and aligned, and overlap no input. When an error is raised nothing was written. The entries of a
     cu_seqlens on a GPU are checked once for every version of the tensor, and not while a CUDA graph is captured.

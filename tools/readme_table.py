@@ -83,14 +83,31 @@ def _recorded_table(recording: recorded.Recording) -> list[str]:
         against = f"{published / row['median_ms']:.2f}" if published else "not measured"
         share = f"{row['floor_ms'] / row['median_ms']:.0%}"
         lines.append(f"| {name} | {row['error_rms']:.1e} | {row['median_ms']:.2f} | {faster} | {against} | {share} |")
-    machine = recording.machine
+    machine = recording.ladder()["machine"]
+    place = recording.ladder_label
     label = (
-        f"{recording.label[0].upper()}{recording.label[1:]}, driver {machine['driver']}, CUDA {machine['cuda']}, "
+        f"{place[0].upper()}{place[1:]}, driver {machine['driver']}, CUDA {machine['cuda']}, "
         f"torch {machine['torch']}, commit {machine['commit']}: {case}, K = V = 128, bf16; medians of one run, "
         "versions in turn, clocks left alone. Floor: reading the inputs and writing the output once, at the copy "
         "bandwidth measured in the same run."
     )
-    return [*lines, "", textwrap.fill(label, 120)]
+    return [*lines, "", textwrap.fill(label, 120), "", *_shapes_table(recording)]
+
+
+def _shapes_table(recording: recorded.Recording) -> list[str]:
+    """The last steps beside the published kernel on every shape with fp32 states that keeps a GPU busy."""
+    cases: dict[str, dict[int | str, float]] = {}
+    for row in recording.ladder()["rows"]:
+        if row["method"] == "events" and row["state"] == "fp32" and row["T"] >= 8192:
+            cases.setdefault(row["case"], {})[row.get("step") or row["peer"]] = row["median_ms"]
+    lines = ["| The same run, fp32 states | Step 5, ms | Step 6, ms | FlashKDA, ms | Step 6 × FlashKDA |"]
+    lines.append("|---|--:|--:|--:|--:|")
+    for case, times in cases.items():
+        name = case.replace(", fp32 state", "")
+        step_5 = f"{times[5]:.2f}" if 5 in times else "cannot"
+        ratio = times["flash_kda"] / times[6]
+        lines.append(f"| {name} | {step_5} | {times[6]:.2f} | {times['flash_kda']:.2f} | {ratio:.2f} |")
+    return lines
 
 
 def rewrite(readme: str, table: str) -> str:

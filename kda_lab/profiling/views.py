@@ -23,6 +23,7 @@ from kda_lab.profiling.tools import ToolMissing
 from kda_lab.show import NOT_MEASURED, Html, table
 
 Step = int | str
+SHORT_T = 1024  # tokens below which one call is over before the host has started the next
 LONG_US = 100  # from here on what an event or a range costs by itself no longer counts
 
 
@@ -220,7 +221,8 @@ def identical_keys(recording: Recording | None) -> Html:
         place[f"{row.get('peer', row.get('step'))}{', precise' * bool(row.get('precise'))}"] = row["error_rms"]
     columns = {"gate_logit": "Gate's logit", "T": "Tokens", "5": _name(5), "6": _name(6)}
     columns |= {"6, precise": f"{_name(6)}, precise", "flash_kda": "FlashKDA"}
-    return table(list(rows.values()), columns, _ladder_caption(recording, "Error of the output, all keys equal"))
+    by_gate = [rows[key] for key in sorted(rows)]
+    return table(by_gate, columns, _ladder_caption(recording, "Error of the output, all keys equal"))
 
 
 def moved(recording: Recording | None, steps: Sequence[Step]) -> dict[str, float]:
@@ -322,12 +324,17 @@ def _points(recording: Recording | None, steps: Sequence[Step]) -> tuple[list[ro
 
 
 def _times(recording: Recording | None) -> dict[str, dict[int | str, float]]:
-    """Median ms by shape and by step's number or peer's name, timed by CUDA events."""
+    """Median ms by shape and by step's number or peer's name, by CUDA events around a call.
+
+    Of short calls, in a CUDA graph: else it would be the host's time.
+    """
     times: dict[str, dict[int | str, float]] = {}
     content = (recording.ladder() if recording else None) or {}
     for row in content.get("rows", []):
-        if row["method"] == "events" and row["median_ms"] is not None:
-            times.setdefault(row["case"], {})[row["step"] if "step" in row else row["peer"]] = row["median_ms"]
+        short = row.get("T", SHORT_T) < SHORT_T
+        if row["method"] == ("cuda_graph" if short else "events") and row["median_ms"] is not None:
+            case = f"{row['case']}, in a CUDA graph" if short else row["case"]
+            times.setdefault(case, {})[row["step"] if "step" in row else row["peer"]] = row["median_ms"]
     return times
 
 
