@@ -2,7 +2,8 @@
 
 `fwd` is `torch.ops.kda_lab.fwd` with a friendlier signature. The operator is registered with torch.library, so
 torch.compile traces it, and runs on the library that was loaded last: an edited kernel is picked up by `forward()` and
-`native.load()`, which look at the sources, and not by `fwd`, which is to cost a few microseconds.
+`native.load()`, which look at the sources, and not by `fwd`, which is to cost a few microseconds. For the same reason
+`fwd` does not repeat the checks of a call like one before (call_plan).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kda_lab import annotate, arguments, native, registry
+from kda_lab import annotate, arguments, call_plan, native, registry
 from kda_lab.native.library import BF16, F32, I32, I64, NONE, KdaArgs
 
 if TYPE_CHECKING:
@@ -29,9 +30,8 @@ _STATE_DTYPES = {torch.bfloat16: BF16, torch.float32: F32}
 _OFFSET_DTYPES = {torch.int32: I32, torch.int64: I64}
 _BF16, _F32 = torch.bfloat16, torch.float32
 _STRUCT_BYTES = ctypes.sizeof(KdaArgs)
-_ALIGNMENT = 256  # of the workspace
 _PLAIN = {Tensor, type(None)}
-_GIVEN = ("q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens")
+_GIVEN = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "out", "initial_state", "final_state", "cu_seqlens")
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 _WRITTEN = ("out", "final_state")
 _STATES = {"initial_state", "final_state"}
@@ -99,43 +99,54 @@ def fwd(
         _check_flag("allow_unsafe", allow_unsafe)
     if precise is not False:
         _check_flag("precise", precise)
-    given = (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens)
-    run = _fwd if _is_eager(given) else _op
-    run(
-        q,
-        k,
-        v,
-        g,
-        beta,
+    given = (q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, cu_seqlens)
+    kind = (scale, lower_bound, step, allow_unsafe, precise, *(x is None for x in given[-3:]))
+    eager = _nothing_listens()
+    if eager:
+        plan = call_plan.find(kind)
+        if plan is not None and plan.run(given, _check_offsets, _launch):
+            return
+    values = (
+        *given[:5],
         scale,
         out,
         A_log,
         dt_bias,
         lower_bound,
-        initial_state,
-        final_state,
-        cu_seqlens,
+        *given[-3:],
         step,
         DEFAULT_CHUNK,
         allow_unsafe,
         precise,
     )
+    if not (eager and _are_plain(given)):
+        _op(*values)
+        return
+    call = _run(*values)
+    if call is not None:
+        call_plan.remember(kind, given, *call)
 
 
-def _is_eager(given: tuple[Tensor | None, ...]) -> bool:
-    """Whether the dispatcher would only find _fwd: plain tensors, no mode, transform or tracer in between.
+def _nothing_listens() -> bool:
+    """Whether no mode, transform or tracer stands between a call and its kernel.
 
-    Going straight there saves a third of the call. Raises TypeError for what is no tensor, and says so more plainly.
+    Plain tensors then need no dispatcher, which would take a third of the call.
     """
-    if torch.compiler.is_compiling():
-        return False
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack()
+    )
+
+
+def _are_plain(given: tuple[Tensor | None, ...]) -> bool:
+    """Whether no subclass wants to see the call. Raises TypeError for what is no tensor, and says so plainly."""
     if not _PLAIN.issuperset(map(type, given)):
         for name, x in zip(_GIVEN, given, strict=True):
             if x is not None and not isinstance(x, Tensor):
                 raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor, {_SHAPES[name]}")
         return False
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return not (transformed or torch._C._len_torch_dispatch_stack() or given[0] is None or given[0].is_meta)
+    return not (given[0] is None or given[0].is_meta)
 
 
 def forward(
@@ -214,7 +225,12 @@ _SCHEMA = """fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scal
     str? step=None, int chunk=16, bool allow_unsafe=False, bool precise=False) -> ()"""
 
 
-def _fwd(
+def _fwd(*args: Any, **kwargs: Any) -> None:
+    """The operator's kernel."""
+    _run(*args, **kwargs)
+
+
+def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -232,7 +248,8 @@ def _fwd(
     chunk: int = DEFAULT_CHUNK,
     allow_unsafe: bool = False,
     precise: bool = False,
-) -> None:
+) -> tuple[native.Library, int, KdaArgs] | None:
+    """Checks and runs; returns what a plan for calls like this one needs, None if they need to be checked again."""
     if q is None or q.dim() != 4:
         raise _bad_tensor("q", q)
     if v is None or v.dim() != 4:
@@ -301,7 +318,7 @@ def _fwd(
         _check_offsets(cu_seqlens, T)
 
     if H == 0:
-        return  # no tensor has an element but cu_seqlens
+        return None  # no tensor has an element but cu_seqlens
     args = KdaArgs(
         _STRUCT_BYTES,
         *(B, T, H, K, V, N, chunk, scale, lower_bound),
@@ -316,8 +333,8 @@ def _fwd(
         args.stream = torch._C._cuda_getCurrentRawStream(device.index)
     needed = library.workspace_bytes(rung.number, args)
     if needed:
-        workspace = torch.empty(needed + _ALIGNMENT, dtype=torch.uint8, device=device)
-        args.workspace = -(-workspace.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        workspace = torch.empty(needed + call_plan.ALIGNMENT, dtype=torch.uint8, device=device)
+        args.workspace = -(-workspace.data_ptr() // call_plan.ALIGNMENT) * call_plan.ALIGNMENT
         args.workspace_bytes = needed
     if annotate.active():
         args.push_range, args.pop_range = annotate.stage_callbacks()
@@ -329,6 +346,8 @@ def _fwd(
     for x in (out, final_state):
         if x is not None and not x.is_inference():
             torch.autograd.graph.increment_version(x)  # autograd must know what it may no longer use
+    alike = not copies and all(pointers.values()) and not any(x.requires_grad for _, x, _, _ in tensors)
+    return (library, rung.number, args) if alike else None
 
 
 def _extent(x: Tensor) -> int:
