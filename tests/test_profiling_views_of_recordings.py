@@ -31,6 +31,8 @@ EVERY_VIEW = {
     "agreement": lambda recording: views.agreement(recording, STEPS),
     "race": lambda recording: views.race(recording, 4, 5),
     "errors": lambda recording: views.errors(recording, STEPS),
+    "identical_keys": lambda recording: views.identical_keys(recording),
+    "price_of_precise": lambda recording: views.price_of_precise(recording, 6),
     "exponentials": lambda recording: views.exponentials(recording),
     "gates": lambda recording: views.gates(recording),
     "history": lambda recording: views.history(recording, 6),
@@ -60,11 +62,14 @@ def recording(tmp_path, monkeypatch):
     row["floor_ms"] = 0.1
     rows = [row | {"median_ms": 1.4}, row | {"step": 4, "median_ms": 1.2}, row | {"step": 5, "median_ms": 0.8}]
     rows.append(row | {"case": "T 16", "step": 5, "median_ms": 0.1})
+    rows += [row | {"step": 6, "median_ms": 0.8}, row | {"case": "T 8192, precise", "step": 6, "median_ms": 1.0}]
     throughput = [{"form": "expf", "results_per_clock_per_sm": 12.1}]
     error = {"step": 5, "T": 256, "lower_bound": -5.0, "regime": "retain", "key_correlation": None, "error_rms": 3e-3}
     collinear = error | {"regime": "collinear", "key_correlation": 0.9, "error_rms": 4e-3}
     accuracy = [error, collinear, error | {"T": 16, "error_rms": 9.0}, error | {"lower_bound": -1.0, "error_rms": 9.0}]
     ladder = {"machine": {}, "ceilings": CEILINGS, "rows": rows, "accuracy": accuracy}
+    equal = {"gate_logit": -9.0, "T": 256, "step": 6, "state_error_rms": None}
+    ladder["identical_keys"] = [equal | {"error_rms": 0.05}, equal | {"precise": True, "error_rms": 0.007}]
     gate = [{"form": "expf: 1 / (1 + expf(-x))", "median_ms": 0.26, "K": 128}]
     ladder["exponential"] = {"throughput": throughput, "gate": gate}
     (tmp_path / "ladder.json").write_text(json.dumps(ladder))
@@ -116,6 +121,8 @@ def test_reports_that_cannot_be_read_say_what_reads_them(recording, monkeypatch)
         ("agreement", "340"),
         ("race", "1.5"),
         ("errors", "largest is 0.004, 5_fused_two_kernel in collinear 0.9"),
+        ("identical_keys", "0.007"),
+        ("price_of_precise", "1.25"),
         ("exponentials", "12.1"),
         ("gates", "0.26"),
         ("history", "1.5"),

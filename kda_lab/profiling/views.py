@@ -173,6 +173,17 @@ def race(recording: Recording | None, before: Step, after: Step) -> Html:
     return table(rows, columns, _ladder_caption(recording, "Medians"))
 
 
+def price_of_precise(recording: Recording | None, step: Step) -> Html:
+    """A step without and with `precise`, on every shape where it was timed with it."""
+    times, rows, end = _times(recording), [], ", precise"
+    for case in times:
+        plain, precise = (times.get(name, {}).get(_number(step)) for name in (case.removesuffix(end), case))
+        if case.endswith(end) and plain and precise:
+            rows.append({"case": case.removesuffix(end), "plain": plain, "precise": precise, "ratio": precise / plain})
+    columns = {"case": "Shape", "plain": f"{_name(step)}, ms", "precise": "precise, ms", "ratio": "Times as long"}
+    return table(rows, columns, _ladder_caption(recording, "Medians"))
+
+
 def exponentials(recording: Recording | None) -> Html:
     """Results a clock and multiprocessor of every form of the exponential."""
     content = (recording.ladder() if recording else None) or {}
@@ -221,7 +232,7 @@ def identical_keys(recording: Recording | None) -> Html:
         place[f"{row.get('peer', row.get('step'))}{', precise' * bool(row.get('precise'))}"] = row["error_rms"]
     columns = {"gate_logit": "Gate's logit", "T": "Tokens", "5": _name(5), "6": _name(6)}
     columns |= {"6, precise": f"{_name(6)}, precise", "flash_kda": "FlashKDA"}
-    by_gate = [rows[key] for key in sorted(rows)]
+    by_gate = [dict.fromkeys(columns) | rows[key] for key in sorted(rows)]
     return table(by_gate, columns, _ladder_caption(recording, "Error of the output, all keys equal"))
 
 
