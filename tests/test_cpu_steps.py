@@ -20,7 +20,7 @@ import kda_lab
 from kda_lab import native, reference
 from kda_lab.compare import assert_close
 from kda_lab.inputs import REGIMES, Inputs, make_inputs
-from kda_lab.native.library import BF16, NONE, KdaArgs, RangePop, RangePush
+from kda_lab.native.library import BF16, I64, NONE, KdaArgs, RangePop, RangePush
 
 CSRC = Path(__file__).parents[1] / "csrc"
 SOURCES = {path.stem.split("_", 1)[1]: path for path in sorted((CSRC / "cpu/steps").glob("*.cpp"))}
@@ -211,6 +211,7 @@ def arguments(inputs: Inputs, keep: list, step: int, **changes: object) -> KdaAr
         (5, {"A_log": None}, r"A_log is NULL"),
         (5, {"final_state": None}, r"final_state_dtype is 1; expected KDA_NONE"),
         (5, {"final_state_dtype": NONE}, r"final_state_dtype is 0; expected KDA_BF16 or KDA_F32"),
+        (5, {"B": 1, "N": 0, "cu_seqlens": 8, "cu_seqlens_dtype": I64}, r"cu_seqlens has 1 entry.* T is 20; expect"),
         (5, {"N": 3}, r"B is 2 and N is 3; expected B = 1 with cu_seqlens, and N = B without"),
         (5, {"scale": float("inf")}, r"scale is inf"),
         (5, {"lower_bound": float("nan")}, r"lower_bound is nan|lower_bound is -nan"),

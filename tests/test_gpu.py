@@ -217,6 +217,16 @@ def test_a_steepness_that_overflows_saturates(step: int, A_log: float) -> None:
     assert_right(inputs.with_(A_log=torch.full((4,), A_log), g=g), step)
 
 
+@every_step
+def test_a_large_bias_does_not_decide_alone(step: int) -> None:
+    """exp(A_log) dt_bias overflows, g lies on either side of it."""
+    inputs = make_inputs(1, 40, 4)
+    g = torch.full_like(inputs.g, 1000.0)
+    g[:, ::3] = -1000.0
+    bias = torch.tensor([300.0, -300.0]).repeat(4, 64)
+    assert_right(inputs.with_(A_log=torch.full((4,), 88.7), dt_bias=bias, g=g), step, rms=8e-3)
+
+
 @pytest.mark.parametrize("magnitude", [1e-30, 1e4])
 @every_step
 def test_tiny_and_large_values(step: int, magnitude: float) -> None:

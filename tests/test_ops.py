@@ -210,7 +210,29 @@ def test_opcheck():
     inputs = kda_lab.make_inputs(1, 20, 2, 16, 16, initial_state="fp32")
     final = torch.empty_like(inputs.initial_state)
     args = positional(inputs, inputs.new_out(), inputs.initial_state, final, None)
-    torch.library.opcheck(torch.ops.kda_lab.fwd.default, args, {"step": "3", "chunk": 16, "allow_unsafe": False})
+    options = {"step": "3", "chunk": 16, "allow_unsafe": False, "precise": True}
+    torch.library.opcheck(torch.ops.kda_lab.fwd.default, args, options)
+
+
+@pytest.mark.parametrize("step", CPU_STEPS)
+def test_precise_is_no_news_to_steps_in_fp32(step):
+    inputs = kda_lab.make_inputs(1, 20, 2, 16, 16, regime="collinear", initial_state="fp32")
+    rounded, precise = (kda_lab.forward(inputs, step=step, precise=precise) for precise in (False, True))
+    assert torch.equal(precise.out, rounded.out)
+    assert torch.equal(precise.final_state, rounded.final_state)
+
+
+def test_torch_compile_passes_precise_on(monkeypatch):
+    inputs = kda_lab.make_inputs(1, 4, 1, 16, 16)
+    seen = []
+    monkeypatch.setattr(ops, "_launch", lambda library, step, args, device: seen.append(args.precise))
+    torch._dynamo.reset()
+
+    def call(q, out):
+        kda_lab.fwd(*positional(inputs.with_(q=q), out), step=0, precise=True)
+
+    torch.compile(call, fullgraph=True, backend="eager")(inputs.q, inputs.new_out())
+    assert seen == [1]
 
 
 def test_meta_tensors_run_nothing():

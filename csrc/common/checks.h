@@ -117,6 +117,10 @@ inline void check_tensors(const KdaArgs& args) {
                 format("B is %lld and N is %lld; expected B = 1 with cu_seqlens, and N = B without",
                        static_cast<long long>(args.B), static_cast<long long>(args.N)));
   }
+  if (args.cu_seqlens && args.N == 0 && args.T > 0) {
+    throw Error(KDA_INVALID_ARGUMENT, format("cu_seqlens has 1 entry, which is no sequence, but T is %lld; expected 0",
+                                             static_cast<long long>(args.T)));
+  }
   if (!std::isfinite(args.scale) || !std::isfinite(args.lower_bound)) {
     throw Error(KDA_INVALID_ARGUMENT,
                 format("scale is %g and lower_bound is %g; expected finite numbers", args.scale, args.lower_bound));

@@ -18,8 +18,7 @@ namespace kda::ptx {
 
 #if KDA_HOPPER
 
-// ---- mbarrier (PTX ISA 9.7.13.15): a phase ends when all arrivals and all announced bytes have come in
-// ----------------
+// ---- mbarrier (PTX ISA 9.7.13.15): a phase ends when all arrivals and all announced bytes have come in --------------
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
@@ -49,8 +48,7 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
-// ---- bulk copies (9.7.9.25.4): one thread moves kilobytes; 16-byte aligned, a multiple of 16 bytes
-// ---------------------
+// ---- bulk copies (9.7.9.25.4): one thread moves kilobytes; 16-byte aligned, a multiple of 16 bytes ------------------
 
 __device__ __forceinline__ void cp_async_bulk_load(void* smem, const void* source, uint32_t bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -77,8 +75,7 @@ __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
 // What this thread wrote to shared memory by ordinary stores becomes visible to bulk copies and warpgroup products.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- programmatic dependent launch (9.7.13.13): the next kernel of the stream may start before this one has ended
-// -----
+// ---- programmatic dependent launch (9.7.13.13): the next kernel of the stream may start before this one has ended ---
 
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -86,8 +83,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// ---- registers (9.7.19.5): a warpgroup gives some back, or takes them once others have
-// --------------------------------
+// ---- registers (9.7.19.5): a warpgroup gives some back, or takes them once others have ------------------------------
 
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_dec() {
@@ -99,8 +95,9 @@ __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// ---- warpgroup products (9.7.15): D[64, N] += A[64, 16] B[16, N] by 4 warps; warp w holds rows 16 w .. 16 w + 15
-// ------ of A and D in the register layout of mma.m16n8k16, d[n] being columns 8 n .. 8 n + 7. B lies in shared memory.
+// ---- warpgroup products (9.7.15): D[64, N] += A[64, 16] B[16, N] by 4 warps -----------------------------------------
+// Warp w holds rows 16 w .. 16 w + 15 of A and D in the register layout of mma.m16n8k16, d[n] being columns
+// 8 n .. 8 n + 7. B lies in shared memory.
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -108,9 +105,8 @@ __device__ __forceinline__ void wgmma_wait_group() { asm volatile("wgmma.wait_gr
 
 // The 64 bits that tell a product where B is and how it lies. Offsets in bytes; swizzle 0 none, 1 the 128-byte pattern
 // (granule ^ row % 8 within rows of 128 bytes, the matrix aligned to 1024 bytes).
-//   depth contiguous (transposed = 0): `leading` between the two 8-deep halves (no swizzle), `stride` between groups of
-//   8 columns columns contiguous (transposed = 1): `leading` between groups of 64 columns, `stride` between the two
-//   8-deep halves
+//   depth contiguous:   `leading` between the two 8-deep halves (no swizzle), `stride` between groups of 8 columns
+//   columns contiguous: `leading` between groups of 64 columns, `stride` between the two 8-deep halves
 __device__ __forceinline__ uint64_t matrix_descriptor(const void* smem, uint32_t leading, uint32_t stride,
                                                       uint64_t swizzle) {
   return uint64_t{(smem_address(smem) & 0x3ffff) >> 4} | uint64_t{leading >> 4} << 16 | uint64_t{stride >> 4} << 32 |

@@ -74,18 +74,14 @@ __device__ inline int64_t sequence_of_slot(const Sequences& s, uint32_t slot) {
   return n;
 }
 
-// The chunk in a slot of sequence n.
+// The chunk in a slot.
 template <int CHUNK>
-__device__ inline Chunk chunk_of_slot(const Sequences& s, int64_t n, uint32_t slot) {
+__device__ inline Chunk find_chunk(const Sequences& s, uint32_t slot) {
+  const int64_t n = sequence_of_slot<CHUNK>(s, slot);
   const Span span = find_sequence(s, n);
   const int64_t start = span.start + (slot - first_slot<CHUNK>(s, n)) * CHUNK;
   if (start >= span.end) return {0, 0};
   return {start, static_cast<int>(span.end - start < CHUNK ? span.end - start : CHUNK)};
-}
-
-template <int CHUNK>
-__device__ inline Chunk find_chunk(const Sequences& s, uint32_t slot) {
-  return chunk_of_slot<CHUNK>(s, sequence_of_slot<CHUNK>(s, slot), slot);
 }
 
 // A walk over the chunks in slots slot, slot + stride, ...

@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_b_square(uint32_t (&b)[2][2], const __nv_bf
 }
 
 // A square tile as operand A, or with `transposed` loads as operand B: b[0], b[1] columns 0-7, b[2], b[3] columns 8-15.
-__device__ __forceinline__ uint32_t square_address(const bf16* square_smem) {
+__device__ __forceinline__ uint32_t square_address(const __nv_bfloat16* square_smem) {
   const unsigned lane = threadIdx.x % 32, block = lane / 8 % 2 * 2 + lane / 16;
   return ptx::smem_address(square_smem + block * 64 + lane % 8 * 8);
 }

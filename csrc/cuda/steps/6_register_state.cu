@@ -8,24 +8,24 @@
 // longer waits for U: its error for identical keys falls as well.
 //
 // What changed against step 5, and what it bought on one H200 (November 2026, T 8192, medians of 20):  kda-lab diff 5 6
-//   WY form      prepare does 3 small products more a chunk, +0.06 ms at H 96; recurrence 2 fewer
+//   WY form      prepare does 3 small products more a chunk, +0.07 ms at H 96; recurrence 2 fewer
 //   wgmma        a warpgroup multiplies its 64 rows of S at once and reads the other operand from shared memory
 //                itself; with the WY form and bulk copies recurrence fell from 0.57 to 0.37 ms at H 96
 //   lean loops   in recurrence, descriptors and addresses computed once: 0.25 to 0.20 ms at H 32, where one warp a
 //                scheduler issues all of the chain. In prepare, addresses from one flip of bits, whole chunks copied
 //                without tests, the gate scaled after its sum: 10 % fewer instructions, 0.38 to 0.35 ms at H 96
-//                Decays loaded after the products are under way, not before: 0.641 to 0.633 ms of the step at H 96
+//                Decays loaded after the products are under way, not before: 0.642 to 0.633 ms of the step at H 96
 //   bulk copies  a producer warp keeps STAGES chunks in flight; 6, not 4: 0.32 to 0.29 ms at H 96 (prepare
-//                differed between the two runs); 8, so that no SM holds two CTAs: 0.32 to 0.22 ms at H 32
+//                differed between the two runs); 8, so that no SM holds two CTAs: 0.32 to 0.21 ms at H 32
 //   value split  rows of S are independent: with few heads two CTAs take 64 rows each, half the chain's products
 //   persistent   prepare's CTAs stay and fetch the next chunk while they multiply and invert: 0.45 to 0.43 ms at
 //                H 96; INV by rows: 0.41; beta fetched ahead, and no spills (6 CTAs of 80 registers): 0.38
 //   launch       recurrence sets itself up while prepare drains (programmatic dependent launch); not measured apart
 // What did not pay: inverting in turn by different warps; two accumulators in the chain (2 % of recurrence for 16
-// registers); addresses held in registers (they spill) or more registers and fewer CTAs, either way 0.35 to 0.39 ms
-// of prepare at H 96; prepare from the last chunk to the first, for what L2 still holds of its images (1 % slower);
-// cutting the sequence so that prepare of one part runs beside recurrence of the part before (H 32: from 0.33 ms to
-// between 0.33 and 0.48 ms), because prepare's warps take issue slots from the chain.
+// registers); addresses held in registers, which spill (prepare at H 96 from 0.35 to 0.38 ms), or more registers and
+// fewer CTAs (to 0.39 ms); prepare from the last chunk to the first, for what L2 still holds of its images (1 %
+// slower); cutting the sequence so that prepare of one part runs beside recurrence of the part before (H 32: from
+// 0.33 ms to between 0.33 and 0.48 ms), because prepare's warps take issue slots from the chain.
 //
 // In the profiler: both kernels move bytes nearly as fast as a copy from H = 96 up; below that the chain of two
 // dependent products a chunk decides.
@@ -39,8 +39,8 @@
 // each, then rounded once. k^ is rounded before decays come in: equal keys stay equal where the decay of a chunk
 // rounds away. Where it does not, roundings of nearly equal rows of k_restored differ and add up across the key,
 // where the delta rule never corrects them: the error grows with T. PRECISE keeps k_restored as the sum of two bf16
-// instead, which ends that for 4 KB a chunk and one more product. Compute capability 9.0 only. A NaN reaches the
-// other rows of its own chunk, nothing before or beside it.
+// instead, which ends that for one more product and, at K = 128, 4 KB a chunk and head. Compute capability 9.0 only.
+// A NaN reaches the other rows of its own chunk, nothing before or beside it.
 #include <algorithm>
 
 #include "../common/hopper.cuh"
@@ -383,8 +383,9 @@ __global__ void __launch_bounds__(D, CTAS<D, PRECISE, WIDE>)
   ptx::griddepcontrol_launch_dependents();
   const unsigned H = static_cast<unsigned>(tensors.H), h = blockIdx.x % H, stride = gridDim.x / H;
   const unsigned warp = threadIdx.x / 32, group = threadIdx.x / (D / 4), channel = threadIdx.x % (D / 4) * 4;
-  // exp(A_log) overflows from 88.7 on: clamped, so that its products with g and dt_bias stay finite. A NaN stays one.
-  const float rate = LOG2_E * expf(tensors.A_log[h]), rate_log2 = rate > 0x1p120f ? -0x1p120f : -rate;
+  // exp(A_log) overflows from 88.7 on. Clamped, so that its product with dt_bias stays finite (up to 2^28), and to a
+  // power of two, so that the product is exact and g = -dt_bias still cancels it. A NaN stays one.
+  const float rate = LOG2_E * expf(tensors.A_log[h]), rate_log2 = rate > 0x1p100f ? -0x1p100f : -rate;
   smem.bias_log2[threadIdx.x] = rate_log2 * tensors.dt_bias[h * D + threadIdx.x];
 
   const unsigned first = blockIdx.x / H;
@@ -459,11 +460,10 @@ __global__ void __launch_bounds__(D, CTAS<D, PRECISE, WIDE>)
 #endif
 }
 
-// ---- recurrence: a warpgroup owns 64 rows of the state
-// ---------------------------------------------------------------
+// ---- recurrence: a warpgroup owns 64 rows of the state --------------------------------------------------------------
 
-// Chunks under way between device memory and recurrence; more than half of shared memory, so that no multiprocessor
-// gets two CTAs while others have none.
+// Chunks under way between device memory and recurrence; at D = 128 more than half of shared memory, so that no
+// multiprocessor gets two CTAs while others have none.
 constexpr int STAGES = 8;
 
 // Where both sides are in the ring of stages.
@@ -626,7 +626,7 @@ __device__ __forceinline__ void consume(RecurrenceSmem<D, WARPGROUPS, PRECISE>& 
 
 #endif
 
-// Warps of one CTA. With two warpgroups of consumers the producer is a warpgroup too, so that it can give them
+// Threads of one CTA. With two warpgroups of consumers the producer is a warpgroup too, so that it can give them
 // registers.
 constexpr int threads(int warpgroups) { return warpgroups == 2 ? 3 * WARPGROUP : WARPGROUP + 32; }
 
@@ -664,6 +664,8 @@ __global__ void __launch_bounds__(threads(WARPGROUPS), 1)
     if constexpr (WARPGROUPS == 2) ptx::setmaxnreg_inc<232>();
     const int64_t state_offset = ((int64_t{n} * H + h) * D + slice * WARPGROUPS * PANEL) * D;
     float S_reg[D / 8][4];
+    // Prepare writes no state. But where no sequence has a token it was not launched, and the kernel ahead may.
+    if (span.start == span.end) ptx::griddepcontrol_wait();
     load_state_rows<D>(S_reg, tensors.initial_state, state_offset);
     const unsigned lane = threadIdx.x % 32;
     bf16* out = tensors.out + offset + lane / 4 * row_pitch + threadIdx.x / 32 * 16 + lane % 4 * 4;
