@@ -465,7 +465,7 @@ def _check_lower_bound(lower_bound: float, step: native.LibraryStep, chunk: int,
     limit = _limit(step, chunk)
     if lower_bound < limit:
         if step.exponent_budget:
-            why = f"it needs |lower_bound| * chunk <= {step.exponent_budget:g}, or e^(|lower_bound| * chunk) overflows"
+            why = f"it needs |lower_bound| * chunk <= {step.exponent_budget:g}, or one of its factors overflows"
             fix = "a bound in that range, a smaller chunk, or a step without factored decay (0, 1 or 2)"
         else:
             why, fix = "below that the argument of exp is too coarse in fp32", "a bound in that range"

@@ -57,11 +57,6 @@ def solve(notebook: nbformat.NotebookNode) -> None:
             cell.source = exercises.get(f"{lesson}.{number}").solution_source
 
 
-def is_exercise(cell: nbformat.NotebookNode) -> bool:
-    """Whether a cell is a stub or a check."""
-    return "nbgrader" in cell.metadata
-
-
 def check_source(exercise: Exercise) -> str:
     return f'exercises.score("{exercise.id}", {exercise.name})'
 
