@@ -244,7 +244,7 @@ def test_ladder_shows_recorded_gpu_times_where_there_is_no_gpu(capsys, monkeypat
     argv = ("ladder", "-T", "16", "-H", "1", "--step", "2")
     recording = recorded.load(recorded.available()[0])
     _, out, _ = run(capsys, *argv)
-    assert recording.label in out
+    assert recording.ladder_label in out
     row = next(row for row in recording.ladder()["rows"] if row.get("step") == 0)
     assert f"{row['median_ms']:.4g}" in out
     (tmp_path / "machine.json").write_text('{"gpu": "A GPU", "date": "2026-01-02"}')
