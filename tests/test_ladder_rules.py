@@ -108,7 +108,7 @@ def test_no_fast_math_anywhere_in_the_build():
 # Who may import whom: a module imports only from its own layer or one above. Data flows one way: inputs to notebooks.
 LAYERS = (
     ("native", "arguments", "inputs", "annotate", "compare", "sandbox"),
-    ("registry", "reference", "rounding"),
+    ("registry", "reference", "rounding", "call_plan"),
     ("ops", "sass", "dataflow"),
     ("numeric_range", "bench", "microbench", "peers"),
     ("profiling", "doctor"),
