@@ -117,7 +117,7 @@ def on_chip_figure(kernel: str, pieces: Sequence[Piece], fits: Residency, settin
         axes.plot([limit, limit], [y - 0.38, y + 0.38], color=INK, linewidth=2.5)
         axes.text(limit, y - 0.26, f"  {limit:.0f} KB there are", va="bottom", fontsize=9, color=INK)
     axes.set(xlim=(0, edge), ylim=(1.5, -0.6), yticks=(0, 1), yticklabels=PLACES, xlabel="KB of one CTA")
-    axes.set_title(f"{kernel}, {setting}\n{describe_residency(fits)}", loc="left", fontsize=11)
+    axes.set_title(f"{kernel}, {setting}\n{describe_residency(fits)}", loc="left", x=-0.15, fontsize=10)
     fig.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0.02, 0.0))
     _clean(axes)
     sizes = " and ".join(f"{held[place] / 1024:,.4g} KB of {place}" for place in PLACES)

@@ -61,6 +61,11 @@ def gate_by_exp(g_raw, A_log, dt_bias, lower_bound, exp2):
     return lower_bound * math.log2(math.e) / (1 + np.exp(-math.exp(A_log) * (g_raw + dt_bias)))
 
 
+def gate_with_another_slope(g_raw, A_log, dt_bias, lower_bound, exp2):
+    log2_e = math.log2(math.e)
+    return lower_bound * log2_e / (1 + exp2(-math.exp(A_log) * log2_e * (g_raw + dt_bias)))
+
+
 def gate_base_e(g_raw, A_log, dt_bias, lower_bound, exp2):
     return lower_bound / (1 + np.exp(-math.exp(A_log) * (g_raw + dt_bias)))
 
@@ -131,7 +136,11 @@ WRONG = {
         (L_with(lambda pairs, beta: np.tril(beta[None] * pairs, -1)), "belongs to the row"),
         (L_with(lambda pairs, beta: np.tril(pairs, -1)), "beta is missing"),
     ],
-    "1.3": [(lambda L: np.eye(len(L)) - L, "first term"), (lambda L: lesson_01.invert(-L), "mind the sign")],
+    "1.3": [
+        (lambda L: np.eye(len(L)) - L, "first term"),
+        (lambda L: lesson_01.invert(-L), "mind the sign"),
+        (lambda L: np.linalg.inv(np.eye(len(L)) + L), "np.linalg.inv"),
+    ],
     "1.4": [
         (update_with(lambda G: np.exp(G)), "not from the start"),
         (update_with(lambda G: 1.0), "new keys decay"),
@@ -142,6 +151,7 @@ WRONG = {
         (gate_half_rebased, "sigmoid contains an exponential"),
         (gate_by_exp, "exp2 was never called"),
         (gate_base_e, "gate in base e"),
+        (gate_with_another_slope, "one for A_log"),
     ],
     "2.3": [(lambda p, r: 1 - p + p / r, "share of the old one"), (lambda p, r: 1 - p + p * r, "times add")],
     "3.1": [(lambda C, top: top / C, "it is negative"), (lambda C, top: -top / (C - 1), "first one included")],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kda_lab.exercises import tally
-from kda_lab.exercises.exercise import COUNT, WRITE, Cost, Exercise, expect, expect_close, random
+from kda_lab.exercises.exercise import COUNT, WRITE, Cost, Exercise, Wrong, expect, expect_close, random
 
 
 def exponentials(chunk, K):
@@ -76,6 +76,15 @@ def invert(L):
     return INV
 
 
+class _ByHand(np.ndarray):
+    """An array that np.linalg does not take."""
+
+    def __array_function__(self, func, types, args, kwargs):
+        if func.__module__.startswith("numpy.linalg"):
+            raise Wrong(f"That is np.linalg.{func.__name__}. Write it row after row.")
+        return super().__array_function__(func, types, args, kwargs)
+
+
 def _judge_invert(answer) -> Cost | None:
     L = np.tril(random(6, 6), -1)
     exact = np.linalg.inv(np.eye(6) + L)
@@ -96,6 +105,7 @@ def _judge_invert(answer) -> Cost | None:
         np.allclose(answer(nilpotent.copy()) @ (np.eye(16) + nilpotent), np.eye(16)),
         "On equal keys (all of L is 1) INV (I + L) is not the identity.",
     )
+    answer(L.view(_ByHand))
     return tally.cost(answer, invert, lambda watch: (watch(nilpotent),), "C³ operations", per=16**3)
 
 

@@ -135,7 +135,6 @@ def floors_figure(points: Sequence[Point], ceilings: Mapping[str, Any], title: s
     for y, at in enumerate(points):
         allowed = roofline.floors(at, ceilings)
         axes.barh(y, 1e6 * at.time_s, height=0.6, color="#d9d9d9", edgecolor=GREY, zorder=1)
-        axes.text(1e6 * at.time_s, y, f" {number(1e6 * at.time_s)} µs", va="center", fontsize=9)
         for kind, colour, marker in zip(kinds, PALETTE, MARKERS):
             if allowed[kind] is not None:
                 label = kind if y == 0 else None
@@ -146,9 +145,10 @@ def floors_figure(points: Sequence[Point], ceilings: Mapping[str, Any], title: s
             (kind for kind in kinds if allowed[kind] and kind != "CUDA cores"), key=lambda kind: allowed[kind]
         )
         findings.append(f"{at.name} takes {at.time_s / allowed[nearest]:.3g} times its floor by {nearest}")
-    axes.set(yticks=range(len(points)), yticklabels=[at.name for at in points], xlabel="µs (log scale)", title=title)
+    names = [f"{at.name}\n{number(1e6 * at.time_s)} µs" for at in points]  # beside the bars: a marker may be anywhere
+    axes.set(yticks=range(len(points)), yticklabels=names, xlabel="µs (log scale)", title=title)
     axes.invert_yaxis()
-    axes.margins(x=0.15)
+    axes.margins(x=0.05)
     _legend(axes, loc="center left", bbox_to_anchor=(1.0, 0.5), title="floor by")
     _clean(axes)
     fig.alt = f"Time and floors: {'; '.join(findings) or 'not measured'}."

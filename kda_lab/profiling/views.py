@@ -276,10 +276,12 @@ def history(recording: Recording | None, step: Step, measured: str = "") -> Html
     content = recording.history(step) if recording else None
     if content is None:
         return _words(f"The way to step {step}")
-    columns = {"kept": "Kept", "change": "What was changed", "shape": "Shape", "measured": "Timed"}
+    columns = {"kept": "Kept", "change": "What was changed", "shape": "Shape"}
+    columns |= {} if measured else {"measured": "Timed"}
     columns |= {"before_ms": "Before, ms", "after_ms": "After, ms", "ratio": "Times as fast"}
     rows = [row | {"ratio": _ratio(row)} for row in content["rows"] if measured in ("", row["measured"])]
-    return table(rows, columns, f"{content['machine']}, {content['date']}. {content['method']}")
+    what = f"Time of {measured}. " if measured else ""
+    return table(rows, columns, f"{what}{content['machine']}, {content['date']}. {content['method']}")
 
 
 def _times_as_much(value: float | None, factor: float) -> float | None:
