@@ -131,6 +131,15 @@ def test_a_tensor_that_came_to_require_grad_is_refused():
         call(inputs.with_(q=inputs.q.clone().requires_grad_()))
 
 
+def test_a_plan_is_of_calls_with_the_same_options(monkeypatch):
+    inputs, seen = kda_lab.make_inputs(T=40, H=2), []
+    monkeypatch.setattr(ops, "_launch", lambda library, step, args, device: seen.append((step, args.precise)))
+    for options in ({"step": 5}, {"step": 5, "precise": True}, {"step": 3}):
+        call(inputs, **options)
+        call(inputs, **options)
+    assert seen == [(5, 0)] * 2 + [(5, 1)] * 2 + [(3, 0)] * 2
+
+
 def test_a_profiler_sees_every_call(monkeypatch):
     inputs = kda_lab.make_inputs(T=40, H=2)
     call(inputs)

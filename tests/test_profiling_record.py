@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from kda_lab import native, peers, record, registry
+from kda_lab import native, ops, peers, record, registry
 from kda_lab.inputs import Inputs, make_inputs
 from kda_lab.profiling import accuracy, evidence, ladder, machine
 
@@ -86,6 +86,36 @@ def test_a_recording_has_a_row_for_every_version_case_and_method(fake_gpu, tmp_p
     assert {row["case"] for row in content["golden"]} >= {"t16", "collinear_1.0"}
     assert set(content["peers_not_measured"]) == {"flash_kda", "fla"} - set(content["peers"])
     assert json.loads((tmp_path / "machine.json").read_text()) == {"gpu": "a CPU that plays one"}
+
+
+def test_precise_keys_have_rows_of_their_own(fake_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "TENSOR_CORE_STEP", 3)
+    monkeypatch.setattr(ladder, "PRECISE_STEP", 5)
+    monkeypatch.setattr(ladder, "CASES", (ladder.Case(1, 16, 2, state="fp32", precise=True),))
+    fwd, calls = ops.fwd, []
+
+    def spy(*args, **options):
+        calls.append((options["step"], options["precise"], args[3].flatten(1).unique(dim=1).flatten().tolist()))
+        fwd(*args, **options)
+
+    monkeypatch.setattr(ops, "fwd", spy)
+    identical = list(accuracy.identical_keys([], (32,)))
+    logits = list(accuracy.DRIFT_LOGITS)
+    assert calls == [(3, False, logits), (5, False, logits), (5, True, logits)]
+    assert [(row["step"], row["precise"], row["gate_logit"]) for row in identical] == [
+        (step, precise, logit) for step, precise, _ in calls for logit in logits
+    ]
+    assert all(row["error_rms"] < 3e-3 and row["state_error_rms"] < 1e-4 for row in identical)
+
+    calls.clear()
+    (row,) = record.record(tmp_path, ["ladder"])["rows"]
+    assert (row["step"], row["case"], row["precise"]) == (5, "T 16, H 2, fp32 state, precise", True)
+    assert {call[:2] for call in calls} == {(5, True)}
+
+
+def test_a_graphs_time_is_that_of_one_of_its_calls(fake_gpu, monkeypatch):
+    monkeypatch.setattr(ladder, "_time_events", lambda calls, samples: {key: [40.0] * samples for key in calls})
+    assert ladder._time_cuda_graph({"a": [lambda: None]}, 2) == {"a": [40.0 / ladder.CALLS_PER_SAMPLE] * 2}
 
 
 def test_a_step_that_is_wrong_is_not_timed(fake_gpu, tmp_path, monkeypatch):
@@ -169,7 +199,6 @@ def test_a_peer_that_does_not_import_is_missing_with_the_reason(monkeypatch, tmp
 
 def test_peers_are_called_with_our_inputs(monkeypatch):
     """A stand-in with the published signature computes the definition; through the adapter it gives our results."""
-    from kda_lab import ops
 
     def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens):
         assert cu_seqlens.dtype == torch.int64  # the peer reads no other
