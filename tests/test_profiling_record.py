@@ -97,6 +97,7 @@ def test_precise_keys_have_rows_of_their_own(fake_gpu, tmp_path, monkeypatch):
     def spy(*args, **options):
         calls.append((options["step"], options["precise"], args[3].flatten(1).unique(dim=1).flatten().tolist()))
         fwd(*args, **options)
+        args[6][1:2] *= 1.1  # the output of the second gate
 
     monkeypatch.setattr(ops, "fwd", spy)
     identical = list(accuracy.identical_keys([], (32,)))
@@ -105,7 +106,9 @@ def test_precise_keys_have_rows_of_their_own(fake_gpu, tmp_path, monkeypatch):
     assert [(row["step"], row["precise"], row["gate_logit"]) for row in identical] == [
         (step, precise, logit) for step, precise, _ in calls for logit in logits
     ]
-    assert all(row["error_rms"] < 3e-3 and row["state_error_rms"] < 1e-4 for row in identical)
+    wrong = {logit: 0.1 * (logit == logits[1]) for logit in logits}
+    assert all(row["error_rms"] == pytest.approx(wrong[row["gate_logit"]], abs=3e-3) for row in identical)
+    assert all(row["state_error_rms"] < 1e-4 for row in identical)
 
     calls.clear()
     (row,) = record.record(tmp_path, ["ladder"])["rows"]
