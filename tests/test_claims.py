@@ -255,6 +255,15 @@ def test_the_split_is_read_from_the_recorded_ladder(recording, ms, verdict):
     assert "GPU of a test, 2026-01-02" in finding.source
 
 
+def test_a_short_call_counts_in_a_cuda_graph(recording):
+    """By events around each call it would be the host's time."""
+    rows = [row(step, ms) for step, ms in ((4, 2.0), (5, 1.0))]
+    rows += [row(step, 0.1, "T 16") | {"T": 16} for step in (4, 5)]
+    rows += [row(step, ms, "T 16") | {"T": 16, "method": "cuda_graph"} for step, ms in ((4, 0.006), (5, 0.008))]
+    recording(ladder={"rows": rows})
+    assert claims.evaluate(26).numbers["smallest"] == pytest.approx(0.75)
+
+
 def test_savings_of_kernels_are_read_from_the_recording(recording, tmp_path):
     (tmp_path / "events").mkdir()
     for step, gate in (("1_naive_exp", 900.0), ("2_rebased_ex2", 200.0)):

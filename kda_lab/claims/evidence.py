@@ -135,13 +135,9 @@ def recorded_rows(part: str) -> list[dict[str, Any]]:
 
 
 def recorded_ms(step: int) -> dict[str, float]:
-    """Recorded median milliseconds of a step, by case, timed by CUDA events around each call."""
-    rows = recorded_rows("rows")
-    return {
-        row["case"]: row["median_ms"]
-        for row in rows
-        if row.get("step") == step and row["method"] == "events" and row["median_ms"] is not None
-    }
+    """Recorded median milliseconds of a step, by case, as the lessons show them."""
+    recording = recorded.load()
+    return {case: times[step] for case, times in (recording.times() if recording else {}).items() if step in times}
 
 
 def recorded_kernel_ms(step: int) -> dict[str, float]:

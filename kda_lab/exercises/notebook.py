@@ -19,7 +19,7 @@ from kda_lab.exercises.exercise import Exercise
 INTRODUCTION = """## Exercises
 
 Write each answer into its stub and run the cell below it. A wrong answer gets a hint; more hints, and the solution,
-are folded under it. Nothing here stops the notebook."""
+are folded under it. The number is your points. Nothing here stops the notebook."""
 
 IMPORTS = """import math
 

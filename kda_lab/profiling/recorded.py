@@ -29,6 +29,8 @@ from kda_lab.profiling.timeline import Timeline
 from kda_lab.profiling.tools import ToolMissing
 from kda_lab.sass import Kernel
 
+SHORT_T = 1024  # tokens below which one call is over before the host has started the next
+
 # What is read from each file without asking whether it is there: keys of the file, and of every row of its lists.
 _KEYS: dict[str, tuple[str, ...]] = {
     "claims.json": ("claims",),
@@ -72,6 +74,19 @@ class Recording:
     def ladder(self) -> dict[str, Any] | None:
         """What kda_lab.record measured: machine, ceilings, rows (times), accuracy and golden."""
         return self._json("ladder.json")
+
+    def times(self) -> dict[str, dict[int | str, float]]:
+        """Median ms by shape and by step's number or peer's name, by CUDA events around a call.
+
+        Of short calls, in a CUDA graph: else it would be the host's time.
+        """
+        times: dict[str, dict[int | str, float]] = {}
+        for row in (self.ladder() or {}).get("rows", []):
+            short = row.get("T", SHORT_T) < SHORT_T
+            if row["method"] == ("cuda_graph" if short else "events") and row["median_ms"] is not None:
+                case = f"{row['case']}, in a CUDA graph" if short else row["case"]
+                times.setdefault(case, {})[row["step"] if "step" in row else row["peer"]] = row["median_ms"]
+        return times
 
     def claims(self) -> dict[str, Any] | None:
         """What ``kda-lab claims --json`` wrote there."""

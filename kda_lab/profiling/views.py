@@ -23,7 +23,6 @@ from kda_lab.profiling.tools import ToolMissing
 from kda_lab.show import NOT_MEASURED, Html, table
 
 Step = int | str
-SHORT_T = 1024  # tokens below which one call is over before the host has started the next
 LONG_US = 100  # from here on what an event or a range costs by itself no longer counts
 
 
@@ -159,7 +158,7 @@ def agreement(recording: Recording | None, steps: Sequence[Step]) -> Html:
 def race(recording: Recording | None, before: Step, after: Step) -> Html:
     """Two steps on every shape where both were timed: medians, and how many times as fast the later one is."""
     rows = []
-    for case, times in _times(recording).items():
+    for case, times in (recording.times() if recording else {}).items():
         a, b = times.get(_number(before)), times.get(_number(after))
         if a and b:
             rows.append({"case": case, "before": a, "after": b, "ratio": a / b, "peer": times.get("flash_kda")})
@@ -175,7 +174,7 @@ def race(recording: Recording | None, before: Step, after: Step) -> Html:
 
 def price_of_precise(recording: Recording | None, step: Step) -> Html:
     """A step without and with `precise`, on every shape where it was timed with it."""
-    times, rows, end = _times(recording), [], ", precise"
+    times, rows, end = recording.times() if recording else {}, [], ", precise"
     for case in times:
         plain, precise = (times.get(name, {}).get(_number(step)) for name in (case.removesuffix(end), case))
         if case.endswith(end) and plain and precise:
@@ -334,21 +333,6 @@ def _points(recording: Recording | None, steps: Sequence[Step]) -> tuple[list[ro
         return [], {}
     found = [roofline.point(name, report, flops) for name, report in _reports(recording, steps).items()]
     return [point for point in found if point is not None], content["ceilings"]
-
-
-def _times(recording: Recording | None) -> dict[str, dict[int | str, float]]:
-    """Median ms by shape and by step's number or peer's name, by CUDA events around a call.
-
-    Of short calls, in a CUDA graph: else it would be the host's time.
-    """
-    times: dict[str, dict[int | str, float]] = {}
-    content = (recording.ladder() if recording else None) or {}
-    for row in content.get("rows", []):
-        short = row.get("T", SHORT_T) < SHORT_T
-        if row["method"] == ("cuda_graph" if short else "events") and row["median_ms"] is not None:
-            case = f"{row['case']}, in a CUDA graph" if short else row["case"]
-            times.setdefault(case, {})[row["step"] if "step" in row else row["peer"]] = row["median_ms"]
-    return times
 
 
 def _name(step: Step) -> str:
