@@ -5,7 +5,7 @@
 // the factored form every large product is a matrix product, so it moves to the tensor cores: bf16 factors, fp32 sums.
 //
 // What changed against step 3: one kernel instead of three; bf16 factors for mma.sync (hence the tighter bound:
-// |lower_bound| * 16 < 83.2); the state in registers. The stages and their names are the same.
+// |lower_bound| * 16 <= 83.2); the state in registers. The stages and their names are the same.
 //   kda-lab diff 3 4
 //
 // How the state stays in registers. A warp owns 16 rows of S [V, K] as the fp32 accumulators of mma.m16n8k16 (rows v,

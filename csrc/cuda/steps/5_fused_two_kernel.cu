@@ -18,7 +18,7 @@
 //
 // Numbers. bf16 factors, each rounded once from fp32; fp32 sums; the state stays fp32 from first chunk to last, so an
 // fp32 initial_state loses nothing. INV by forward substitution in fp32, exact to rounding for collinear keys. The
-// sigmoid is 1 / (1 + 2^-x): tanh.approx loses the gates that retain. |lower_bound| * 16 must stay below 83.2 (step 3
+// sigmoid is 1 / (1 + 2^-x): tanh.approx loses the gates that retain. |lower_bound| * 16 may be 83.2 at most (step 3
 // says why). A NaN reaches the other rows of its own chunk (0 * NaN in a product), no earlier chunk, other head or
 // other sequence.
 #include <cfloat>
