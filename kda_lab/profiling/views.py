@@ -277,10 +277,10 @@ def history(recording: Recording | None, step: Step, measured: str = "") -> Html
         return _words(f"The way to step {step}")
     columns = {"kept": "Kept", "change": "What was changed", "shape": "Shape"}
     columns |= {} if measured else {"measured": "Timed"}
-    columns |= {"before_ms": "Before, ms", "after_ms": "After, ms", "ratio": "Times as fast"}
+    columns |= {f"{word}_ms": f"{measured} {word}, ms".strip().capitalize() for word in ("before", "after")}
+    columns["ratio"] = "Times as fast"
     rows = [row | {"ratio": _ratio(row)} for row in content["rows"] if measured in ("", row["measured"])]
-    what = f"Time of {measured}. " if measured else ""
-    return table(rows, columns, f"{what}{content['machine']}, {content['date']}. {content['method']}")
+    return table(rows, columns, f"{content['machine']}, {content['date']}. {content['method']}")
 
 
 def _times_as_much(value: float | None, factor: float) -> float | None:
