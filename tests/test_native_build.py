@@ -118,9 +118,11 @@ def test_nothing_of_a_killed_build_is_used(csrc, compiler, tmp_path):
 def test_a_build_that_is_called_off_leaves_no_compiler_running(number, csrc, compiler, tmp_path):
     environment = native_stub.environment(csrc, tmp_path / "cache", CXX=str(compiler))
     (tmp_path / "slow").touch()
+    ignored = signal.signal(number, signal.default_int_handler)  # under nohup; a child would ignore it, too
     build = subprocess.Popen(
         [sys.executable, "-m", "kda_lab.cli", "build"], env=environment, stderr=subprocess.PIPE, text=True
     )
+    signal.signal(number, ignored)
     wait_for(lambda: compilations(tmp_path), "a compilation")
     build.send_signal(number)
     stderr = build.communicate(timeout=30)[1]
