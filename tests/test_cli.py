@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -161,6 +162,18 @@ def test_a_closed_pipe_is_no_traceback():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.strip() == "--- 1_naive_exp.cpp"
     assert done.stderr == ""
+
+
+def test_a_pipe_that_closes_before_the_last_words_is_no_traceback():
+    """What is left in the buffer goes out at the end of the process, where an error is printed and ignored."""
+    read_end, write_end = os.pipe()
+    command = [sys.executable, "-m", "kda_lab.cli", "steps"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(command, stdout=write_end, stderr=subprocess.PIPE, text=True, env=buffered)
+    os.close(read_end)
+    os.close(write_end)
+    assert process.communicate()[1] == ""
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 def test_ladder_json_has_machine_bound_and_rows(capsys, monkeypatch):
