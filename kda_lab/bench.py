@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from kda_lab import compare, ops, reference, registry
+from kda_lab import arguments, compare, ops, reference, registry
 from kda_lab.inputs import Inputs, make_inputs
 
 # Largest relative RMS error of the output in steps with bf16 factors and a bf16 state (ordinary gates); steps with fp32
@@ -308,8 +308,7 @@ def ladder(
 def _check_device(device: str) -> None:
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}; expected 'cpu' or 'cuda'")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda; torch finds no GPU here: leave it out, or see `kda-lab doctor`")
+    arguments.torch_device("device", device)
 
 
 def _steps_of(device: str) -> list[registry.Step]:

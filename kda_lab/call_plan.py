@@ -38,6 +38,7 @@ _make_guard = _guards()
 _POINTERS = struct.Struct("11P")  # of KdaArgs, from q to cu_seqlens
 _OUT, _INITIAL, _FINAL, _OFFSETS = range(7, 11)  # the places of tensors among them
 _MOST = 64  # plans kept
+_ALIGNMENT = 256  # of a workspace
 
 _plans: dict[Hashable, Plan] = {}
 
@@ -77,11 +78,7 @@ class Plan:
         _POINTERS.pack_into(args, KdaArgs.q.offset, *pointers)
         if self.device.type == "cuda":
             args.stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        needed = self.library.workspace_bytes(self.step, args)  # asked again: on a CPU it grows with the threads
-        if needed:
-            workspace = tensors[0].new_empty(needed // 2 + ALIGNMENT)  # bf16, as q is
-            args.workspace = -(-workspace.data_ptr() // ALIGNMENT) * ALIGNMENT
-            args.workspace_bytes = needed
+        give_workspace(self.library, self.step, args, tensors[0])
         launch(self.library, self.step, args, self.device)
         for counts, place in zip(self.counts_versions, (_OUT, _FINAL), strict=True):
             if counts:
@@ -99,7 +96,16 @@ class Plan:
         return False
 
 
-ALIGNMENT = 256  # of a workspace
+def give_workspace(library: native.Library, step: int, args: KdaArgs, q: Tensor) -> None:
+    """Sets a call's workspace: memory of torch's allocator, on q's device, that lives as long as `args`.
+
+    The library is asked in every call: on a CPU the size grows with the threads.
+    """
+    needed = library.workspace_bytes(step, args)
+    if needed:
+        args.owner = q.new_empty(needed // q.element_size() + _ALIGNMENT)
+        args.workspace = -(-args.owner.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        args.workspace_bytes = needed
 
 
 def find(key: Hashable) -> Plan | None:

@@ -331,11 +331,7 @@ def _run(
     if device_type == "cuda":
         args.device = device.index
         args.stream = torch._C._cuda_getCurrentRawStream(device.index)
-    needed = library.workspace_bytes(rung.number, args)
-    if needed:
-        workspace = torch.empty(needed + call_plan.ALIGNMENT, dtype=torch.uint8, device=device)
-        args.workspace = -(-workspace.data_ptr() // call_plan.ALIGNMENT) * call_plan.ALIGNMENT
-        args.workspace_bytes = needed
+    call_plan.give_workspace(library, rung.number, args, q)
     if annotate.active():
         args.push_range, args.pop_range = annotate.stage_callbacks()
         sizes = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N, "chunk": chunk}

@@ -96,13 +96,12 @@ def _recorded_table(recording: recorded.Recording) -> list[str]:
 
 def _shapes_table(recording: recorded.Recording) -> list[str]:
     """The last steps beside the published kernel on every shape with fp32 states that keeps a GPU busy."""
-    cases: dict[str, dict[int | str, float]] = {}
-    for row in recording.ladder()["rows"]:
-        if row["method"] == "events" and row["state"] == "fp32" and row["T"] >= 8192:
-            cases.setdefault(row["case"], {})[row.get("step") or row["peer"]] = row["median_ms"]
+    busy = {row["case"] for row in recording.ladder()["rows"] if row["state"] == "fp32" and row["T"] >= 8192}
     lines = ["| The same run, fp32 states | Step 5, ms | Step 6, ms | FlashKDA, ms | Step 6 × FlashKDA |"]
     lines.append("|---|--:|--:|--:|--:|")
-    for case, times in cases.items():
+    for case, times in recording.times().items():
+        if case not in busy:
+            continue
         name = case.replace(", fp32 state", "")
         step_5 = f"{times[5]:.2f}" if 5 in times else "cannot"
         ratio = times["flash_kda"] / times[6]
