@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,9 +147,14 @@ SYNTHETIC = {
             prepare_us_free=400.0,
             prepare_us_limited=limited,
             prepare_us_tight=500.0,
-            noise=0.01,
+            spread=spread,
         )
-        for verdict, spilled, limited in ((YES, 100, 350.0), (NO, 100, 450.0), (IF, 0, 350.0), (OPEN, 100, 401.0))
+        for verdict, spilled, limited, spread in (
+            (YES, 100, 350.0, 0.01),
+            (NO, 100, 450.0, 0.01),
+            (IF, 0, 350.0, 0.01),
+            (OPEN, 100, 399.0, 0.06),
+        )
     },
     28: {
         YES: dict(share_flushed=0.3, share_overflowed=0.3, pairwise_error=1.0, pairwise_over_factored_time=2.0),
@@ -370,23 +377,63 @@ def test_without_a_compiler_machine_code_is_not_measured(recording, monkeypatch,
     assert finding.sources[0] == "nvcc is needed and was not found"
 
 
+@pytest.mark.parametrize(
+    ("limited", "tight", "spread", "verdict", "words"),
+    [
+        (390.0, 500.0, 0.02, YES, "It pays: 2.5%"),
+        (500.0, 390.0, 0.02, YES, "It pays: 2.5%"),
+        (398.0, 500.0, 0.03, NO, "does not pay: at best the same within 3.0%, so no more than 3.5% can be gained"),
+        (404.0, 500.0, 0.03, NO, "does not pay: at best the same within 3.0%, so no more than 2.0% can be gained"),
+        (420.0, 500.0, 0.03, NO, "does not pay: 5.0% slower at best"),
+        (500.0, 600.0, 0.10, NO, "does not pay: 25.0% slower at best"),
+        (390.0, 500.0, 0.03, OPEN, "no more than 5.5% can be gained: too noisy"),
+    ],
+)
+def test_registers_pay_or_not_or_cannot_be_told(limited, tight, spread, verdict, words):
+    measured = {"prepare_us_limited": limited, "prepare_us_tight": tight, "spread": spread}
+    finding = CLAIMS[27].settle(Evidence(SYNTHETIC[27][YES] | measured, ()))
+    assert finding.verdict == verdict
+    assert words in finding.because
+
+
+def test_only_a_variant_that_spills_can_pay_for_the_claim():
+    fast_without_spills = {"spill_bytes_limited": 0, "prepare_us_limited": 300.0}
+    assert CLAIMS[27].settle(Evidence(SYNTHETIC[27][YES] | fast_without_spills, ())).verdict == NO
+
+
 def test_times_of_a_gpu_settle_the_claim_on_registers(monkeypatch):
-    """As on a GPU: every variant is compiled and timed twice, and the fastest of each counts."""
-    times = {"(D)": [410.0, 400.0], "(D, 8)": [450.0, 440.0], "(D, 9)": [500.0, 505.0]}
-
-    def measure(bounds):
-        found = times[bounds.removeprefix("__launch_bounds__")]
-        return {"registers": 64, "spill_bytes": 16, "prepare_us": found.pop(0)}
-
-    monkeypatch.setattr(design, "_measure_variant", measure)
+    """As on a GPU that gets slower from round to round: the variants took turns, so their ratios hardly move."""
+    kernel = sass.Kernel("prepare<128>", "", (), 64, 0, 16, 16, 0)
+    drift = [1.0 + 0.05 * i for i in range(design._ROUNDS)]
+    readings = {"free": [400.0 * x for x in drift], "limited": [440.0 * x for x in drift]}
+    readings["tight"] = [500.0 * x + i % 2 for i, x in enumerate(drift)]
+    monkeypatch.setattr(evidence, "compile_here", lambda step, arch: {"prepare<128>": kernel})
+    monkeypatch.setattr(design, "_time_in_turn", lambda copies: readings)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU of a test")
     monkeypatch.setattr(evidence, "compiled", lambda: "compiled")
     finding = claims.evaluate(27)
     assert finding.verdict == REFUTED
-    assert finding.numbers["prepare_us_limited"] == 440.0
-    assert finding.numbers["noise"] == pytest.approx(0.025)
+    assert "10.0% slower" in finding.because
+    assert finding.numbers["prepare_us_limited"] == pytest.approx(440.0 * 1.35)
+    assert 0 < finding.numbers["spread"] < 0.003
     assert "timed on GPU of a test" in finding.source
+
+
+def test_variants_take_turns_and_the_first_round_does_not_count(monkeypatch, tmp_path):
+    ran, sources = [], {name: tmp_path / name for name in ("free", "tight")}
+
+    def measure(forward, count):
+        ran.append(Path(os.environ["KDA_LAB_CSRC"]).name)
+        return {"prepare": [len(ran)] * count, "recurrence": [0.0] * count}
+
+    monkeypatch.setenv("KDA_LAB_CSRC", "what was set before")
+    monkeypatch.setattr(design, "repeated_inputs", lambda: None)
+    monkeypatch.setattr(design.kernel_events, "measure", measure)
+    monkeypatch.setattr(native, "load", lambda device: ran.append(os.environ["KDA_LAB_CSRC"]))
+    readings = design._time_in_turn(sources)
+    assert ran == ["free", "tight"] * (1 + design._ROUNDS) + ["what was set before"]
+    assert readings["free"] == list(range(3, 2 + 2 * design._ROUNDS, 2))
 
 
 @pytest.mark.cuda_compiler

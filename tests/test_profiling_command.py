@@ -82,8 +82,7 @@ def test_events_are_written_with_the_shape_they_were_asked_for(monkeypatch, tmp_
 
 
 def test_the_target_repeats_what_it_draws():
-    options = target._parser().parse_args(["--step", "5", "--device", "cpu", "-T", "2500", "-H", "1"])
-    inputs = target._inputs(options)
+    inputs = target.repeated_inputs(T=2500, H=1, device="cpu")
     assert inputs.q.shape == (1, 2500, 1, 128)
     assert inputs.beta.shape == (1, 2500, 1)
     assert torch.equal(inputs.k[:, 2048:], inputs.k[:, : 2500 - 2048])

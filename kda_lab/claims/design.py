@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
 import shutil
+import statistics
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +21,8 @@ from kda_lab.claims import evidence
 from kda_lab.claims.claim import Evidence, Judgement, Number, claim, conditional, confirmed, refuted, unsettled
 from kda_lab.claims.evidence import live
 from kda_lab.inputs import make_inputs
-from kda_lab.profiling import collect
+from kda_lab.profiling import kernel_events
+from kda_lab.profiling.target import repeated_inputs
 from kda_lab.rounding import Rounding
 
 TOPIC = "design"
@@ -226,49 +227,70 @@ _VARIANTS = {
     "limited": "__launch_bounds__(D, 8)",
     "tight": "__launch_bounds__(D, 9)",
 }
+_ROUNDS = 15
 
 
 def limit_registers() -> Evidence:
     """Registers and spills of step 5's prepare with and without limits of registers (machine code), times on a GPU."""
     numbers: dict[str, Number] = {}
-    times: dict[str, list[float]] = {variant: [] for variant in _VARIANTS}
-    try:
-        for _ in range(2 if torch.cuda.is_available() else 1):  # in turn: twice, so that the noise is known
-            for variant, bounds in _VARIANTS.items():
-                measured = _measure_variant(bounds)
-                time = measured.pop("prepare_us")
-                times[variant] += [] if time is None else [time]
-                numbers |= {f"{name}_{variant}": value for name, value in measured.items()}
-    except native.BuildError as error:
-        return Evidence(numbers, (str(error).splitlines()[0],))
-    numbers |= {f"prepare_us_{variant}": min(found, default=None) for variant, found in times.items()}
-    numbers["noise"] = max((max(found) / min(found) - 1 for found in times.values() if found), default=None)
-    timed = f"timed on {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "times need a GPU"
+    readings: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="kda_lab-") as folder:
+        copies = {variant: _copy_with(bounds, Path(folder) / variant) for variant, bounds in _VARIANTS.items()}
+        try:
+            for variant, csrc in copies.items():
+                with _sources(csrc):
+                    kernel = evidence.kernel_of(evidence.compile_here, 5, "prepare")
+                numbers[f"registers_{variant}"] = kernel.registers
+                numbers[f"spill_bytes_{variant}"] = kernel.spill_store_bytes
+            if torch.cuda.is_available():
+                readings = _time_in_turn(copies)
+        except native.BuildError as error:
+            return Evidence(numbers, (str(error).splitlines()[0],))
+    for variant in _VARIANTS:
+        numbers[f"prepare_us_{variant}"] = statistics.median(readings[variant]) if readings else None
+    numbers["spread"] = max((_spread(found, readings["free"]) for found in readings.values()), default=None)
+    timed = f"timed on {torch.cuda.get_device_name()}" if readings else "times need a GPU"
     return Evidence(numbers, (evidence.compiled(), timed))
 
 
-def _measure_variant(bounds: str) -> dict[str, Number]:
-    """Compiles, and on a GPU times, a copy of the sources in which prepare has these launch bounds."""
-    with tempfile.TemporaryDirectory(prefix="kda_lab-") as folder:
-        csrc = shutil.copytree(native.csrc_dir(), Path(folder) / "csrc")
-        source = csrc / "cuda" / "steps" / "5_fused_two_kernel.cu"
-        text, found = _BOUNDS.subn(bounds, source.read_text(encoding="utf-8"))
-        if found != 1:
-            raise LookupError(f"{source.name}: expected one prepare with launch bounds, found {found}")
-        source.write_text(text, encoding="utf-8")
-        time = None
-        with _sources(csrc):
-            kernel = evidence.kernel_of(evidence.compile_here, 5, "prepare")
-            if torch.cuda.is_available():
-                events = collect.kernel_events(5, Path(folder) / "events", timeout=900.0)
-                times = json.loads(events.read_text(encoding="utf-8"))
-                time = next(us for name, us in times.items() if "prepare" in name)
-    return {"registers": kernel.registers, "spill_bytes": kernel.spill_store_bytes, "prepare_us": time}
+def _copy_with(bounds: str, folder: Path) -> Path:
+    """A copy of the sources in which prepare has these launch bounds."""
+    csrc = shutil.copytree(native.csrc_dir(), folder)
+    source = csrc / "cuda" / "steps" / "5_fused_two_kernel.cu"
+    text, found = _BOUNDS.subn(bounds, source.read_text(encoding="utf-8"))
+    if found != 1:
+        raise LookupError(f"{source.name}: expected one prepare with launch bounds, found {found}")
+    source.write_text(text, encoding="utf-8")
+    return csrc
+
+
+def _time_in_turn(copies: dict[str, Path]) -> dict[str, list[float]]:
+    """Microseconds of prepare, one reading a round of each copy, which all run in this process: what drifts meets all.
+
+    The first round, in which they are built and loaded, does not count.
+    """
+    inputs = repeated_inputs()
+    readings: dict[str, list[float]] = {variant: [] for variant in copies}
+    try:
+        for _ in range(1 + _ROUNDS):
+            for variant, csrc in copies.items():
+                with _sources(csrc):
+                    times = kernel_events.measure(lambda: ops.forward(inputs, step=5), 5)
+                readings[variant].append(statistics.median(times["prepare"]))
+    finally:
+        native.load("cuda")  # `fwd` runs what was loaded last
+    return {variant: found[1:] for variant, found in readings.items()}
+
+
+def _spread(readings: list[float], free: list[float]) -> float:
+    """How far the middle half of the rounds is apart on the ratio of a variant's time to the free one's."""
+    low, _, high = statistics.quantiles(time / reference for time, reference in zip(readings, free, strict=True))
+    return high - low
 
 
 @contextlib.contextmanager
 def _sources(csrc: Path) -> Iterator[None]:
-    """Builds from another copy of the sources, here and in the processes that are started, whatever was set."""
+    """Builds and loads another copy of the sources, whatever was set before."""
     before = {name: os.environ.pop(name, None) for name in ("KDA_LAB_CSRC", "KDA_LAB_CUDA_LIBRARY")}
     os.environ["KDA_LAB_CSRC"] = str(csrc)
     try:
@@ -276,6 +298,9 @@ def _sources(csrc: Path) -> Iterator[None]:
     finally:
         del os.environ["KDA_LAB_CSRC"]
         os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+WORTH_SPILLS = 0.05  # of prepare's time: what a limit of registers must at least promise to be worth a second look
 
 
 @claim(27, TOPIC, "Raising occupancy of the first kernel at the price of some spills pays.", limit_registers)
@@ -288,19 +313,26 @@ def occupancy_for_spills(
     prepare_us_free: float,
     prepare_us_limited: float,
     prepare_us_tight: float,
-    noise: float,
+    spread: float,
 ) -> Judgement:
     because = (
         f"prepare takes {prepare_us_free:.0f} µs with {registers_free} registers a thread, {prepare_us_limited:.0f} µs "
         f"with {registers_limited} and {spill_bytes_limited} spilled bytes, {prepare_us_tight:.0f} µs with "
         f"{registers_tight} and {spill_bytes_tight}."
     )
-    if spill_bytes_limited + spill_bytes_tight == 0:
+    variants = ((spill_bytes_limited, prepare_us_limited), (spill_bytes_tight, prepare_us_tight))
+    spilling = [time for spilled, time in variants if spilled]
+    if not spilling:
         return conditional(because, "a limit low enough to make the compiler spill; these do not")
-    best = min(prepare_us_limited, prepare_us_tight)
-    if abs(best / prepare_us_free - 1) <= noise:
-        return unsettled(f"{because} The same kernel's times differ by {noise:.1%}: too noisy to say.")
-    return confirmed(because) if best < prepare_us_free else refuted(because)
+    gain = 1 - min(spilling) / prepare_us_free
+    if gain > spread:
+        return confirmed(f"{because} It pays: {gain:.1%}, where rounds agree within {spread:.1%}.")
+    if gain < -spread:
+        return refuted(f"{because} It does not pay: {-gain:.1%} slower at best.")
+    excluded = f"the same within {spread:.1%}, so no more than {gain + spread:.1%} can be gained"
+    if gain + spread < WORTH_SPILLS:
+        return refuted(f"{because} It does not pay: at best {excluded}.")
+    return unsettled(f"{because} At best {excluded}: too noisy to say.")
 
 
 def go_without_the_bound() -> Evidence:

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if on_gpu and not torch.cuda.is_available():
         raise SystemExit("target: --device cuda, but torch sees no GPU here")
     step = registry.get(options.step, options.device)
-    inputs = _inputs(options)
+    inputs = repeated_inputs(options.B, options.T, options.H, options.regime, options.device)
 
     def iterate(count: int) -> None:
         for _ in range(count):
@@ -55,17 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _inputs(options: argparse.Namespace) -> Inputs:
-    """Inputs of the asked size. Speed depends on sizes, not values, and drawing many takes longer than profiling: the
-    first DRAWN_TOKENS are repeated."""
-    drawn = make_inputs(
-        options.B, min(options.T, DRAWN_TOKENS), options.H, regime=options.regime, device=options.device
-    )
+def repeated_inputs(B: int = 1, T: int = 8192, H: int = 96, regime: str = "mixed", device: str = "cuda") -> Inputs:
+    """Inputs of a size to be timed. Speed depends on sizes, not values, and drawing many takes longer than profiling:
+    the first DRAWN_TOKENS are repeated."""
+    drawn = make_inputs(B, min(T, DRAWN_TOKENS), H, regime=regime, device=device)
     repeated = {}
     for name in ("q", "k", "v", "g", "beta"):
         tensor = getattr(drawn, name)
-        repeats = [1, -(-options.T // DRAWN_TOKENS)] + [1] * (tensor.dim() - 2)
-        repeated[name] = tensor.repeat(repeats)[:, : options.T].contiguous()
+        repeats = [1, -(-T // DRAWN_TOKENS)] + [1] * (tensor.dim() - 2)
+        repeated[name] = tensor.repeat(repeats)[:, :T].contiguous()
     return drawn.with_(**repeated)
 
 
