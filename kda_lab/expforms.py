@@ -120,8 +120,11 @@ def gpu_values() -> dict[str, list[float]]:
 
 
 def main(arguments: Sequence[str]) -> int:
+    from kda_lab import bench
+
     folder = Path(arguments[0])
-    content: dict[str, Any] = {"arch": "sm_90a", "instructions": count_instructions(), "values": gpu_values()}
+    content: dict[str, Any] = {"machine": bench.machine("cuda"), "arch": "sm_90a"}
+    content |= {"instructions": count_instructions(), "values": gpu_values()}
     (folder / "exp_forms.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
     return 0
 

@@ -186,14 +186,15 @@ def exponent_figure(forms: Sequence[Form], x: float, title: str = "") -> AltFigu
     fig.subplots_adjust(left=0.08, right=0.64, bottom=0.15, top=0.88)
     axes = fig.subplots()
     words = []
-    for form, colour, marker in zip(forms, PALETTE, MARKERS, strict=False):
+    for number, (form, colour, marker) in enumerate(zip(forms, PALETTE, MARKERS, strict=False)):
         label = f" {form.name}"  # a label that begins with _, as __expf does, would not be in the legend
         if not form.measured:
             axes.plot([], [], marker, color=colour, label=f"{label}: not measured", linestyle="none")
             words.append(f"{form.name}: not measured")
             continue
         nearby = [max(form.ulp[max(0, i - _AROUND) : i + _AROUND + 1]) for i in range(len(form.ulp))]
-        axes.plot(form.x, nearby, color=colour, marker=marker, markevery=24, linewidth=1.5, label=label)
+        apart = (4 * number, 24)  # forms that give the same values share a line, and their markers take turns on it
+        axes.plot(form.x, nearby, color=colour, marker=marker, markevery=apart, linewidth=1.5, label=label)
         words.append(f"{form.name} is off by {form.ulp_at(x):.2g} ulp there and by {max(form.ulp):.2g} at most")
     axes.axvline(x, color=GREY, linestyle=":", linewidth=1.5)
     axes.set(xlabel="x", ylabel="largest error nearby, ulp of fp32", title=title)

@@ -36,7 +36,7 @@ class ExponentExplorer(Explorer):
         chosen = [form for form in self._forms if form.device == device]
         where = "this machine's C library, now"
         if device == "GPU":
-            where = self._recording.label if self._recording else "not measured"
+            where = self._recording.exp_forms_label if self._recording else "not measured"
         fig = plots_gpu.exponent_figure(chosen, x, f"{device}: {where}")
         return Drawn(png(fig), fig.alt, "\n".join([f"x = {x:g}. {where}", *(form.describe(x) for form in chosen)]))
 

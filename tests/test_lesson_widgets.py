@@ -90,6 +90,38 @@ def test_without_a_recording_the_gpu_is_not_measured(monkeypatch, tmp_path):
     assert explorer.status.value.count("error not measured") == len(expforms.GPU_FORMS)
 
 
+def test_errors_whose_file_is_gone_are_not_measured(recording):
+    (recording.folder / "exp_forms.json").unlink()
+    explorer = ExponentExplorer()
+    explorer.device.value = "GPU"
+    assert explorer.status.value.count("error not measured, cost not measured") == len(expforms.GPU_FORMS)
+    assert "x = -1. not measured" in explorer.status.value
+    assert "H200" not in explorer.status.value + alt(explorer)
+
+
+def test_errors_carry_the_machine_and_day_they_were_measured_on(recording):
+    path = recording.folder / "exp_forms.json"
+    machine = {"gpu": "GPU of a test", "date": "2026-01-02"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"machine": machine}))
+    explorer = ExponentExplorer()
+    explorer.device.value = "GPU"
+    assert "recorded on GPU of a test, 2026-01-02" in explorer.status.value
+    assert "recorded on GPU of a test, 2026-01-02" in alt(explorer)
+
+
+@pytest.mark.parametrize("name", recorded.available())
+def test_what_lesson_2_says_of_a_gpus_forms_holds(name):
+    """As shipped: base 2 has one accuracy however it is called, and a product in front of it grows its error."""
+    of = {form.name: form for form in expforms.forms(recorded.load(name)) if form.device == "GPU"}
+    assert all(form.measured and form.instructions for form in of.values())
+    assert of["exp2f"].ulp == of["ex2.approx"].ulp == of["ex2.approx.ftz"].ulp
+    assert max(of["exp2f"].ulp) < 2
+    assert of["__expf"].ulp == of["ex2.approx.ftz(x * log2e)"].ulp
+    near, far = ([of["__expf"].ulp_at(x) for x in xs] for xs in ((-0.5, 0.5), (-79.5, -68.0)))
+    assert max(near) < 2 < 10 < min(far)
+    assert max(of["expf"].ulp) < 2
+
+
 def test_every_form_is_in_the_legend(recording):
     on_gpu = [form for form in expforms.forms(recording) if form.device == "GPU"]
     texts = [text.get_text().split(":")[0].strip() for text in plots_gpu.exponent_figure(on_gpu, 0.0).legends[0].texts]

@@ -6,10 +6,12 @@ import dataclasses
 import gzip
 import json
 
+import numpy as np
 import pytest
 from test_profiling_readers import write_nsys
 from test_profiling_views import CEILINGS, TWO, kernel_code, launch, report
 
+from kda_lab import expforms, sass
 from kda_lab.profiling import ncu, recorded, views
 from kda_lab.profiling.recorded import Recording
 from kda_lab.profiling.tools import ToolMissing
@@ -34,6 +36,7 @@ EVERY_VIEW = {
     "identical_keys": lambda recording: views.identical_keys(recording),
     "price_of_precise": lambda recording: views.price_of_precise(recording, 6),
     "exponentials": lambda recording: views.exponentials(recording),
+    "exponent_errors": lambda recording: views.exponent_errors(recording, -0.5),
     "gates": lambda recording: views.gates(recording),
     "history": lambda recording: views.history(recording, 6),
 }
@@ -73,6 +76,9 @@ def recording(tmp_path, monkeypatch):
     gate = [{"form": "expf: 1 / (1 + expf(-x))", "median_ms": 0.26, "K": 128}]
     ladder["exponential"] = {"throughput": throughput, "gate": gate}
     (tmp_path / "ladder.json").write_text(json.dumps(ladder))
+    powers = [2.0**x for x in expforms.X]
+    forms = {"arch": "sm_90a", "instructions": {}, "values": {"exp2f": np.float32(powers).tolist()}}
+    (tmp_path / "exp_forms.json").write_text(json.dumps(forms))
     change = {"kept": "yes", "change": "more stages", "shape": "H 96", "measured": "recurrence"}
     changes = [change | {"before_ms": 0.3, "after_ms": 0.2}, change | {"before_ms": None, "after_ms": 0.2}]
     changes.append(change | {"before_ms": None, "after_ms": None, "ratio": 1.03})
@@ -124,6 +130,7 @@ def test_reports_that_cannot_be_read_say_what_reads_them(recording, monkeypatch)
         ("identical_keys", "0.007"),
         ("price_of_precise", "1.25"),
         ("exponentials", "12.1"),
+        ("exponent_errors", "exp2f is off by 0.28 ulp there and by 0.5 at most"),
         ("gates", "0.26"),
         ("history", "1.5"),
     ],
@@ -191,4 +198,28 @@ def test_the_gate_forms_stand_beside_their_registers():
     kernels = [shipped.sass("exp_throughput")[f"gate<{number}>"] for number in range(len(rows))]
     for kernel, line in zip(kernels, text[2:], strict=True):
         warps = 4 * min(16, 65536 // (128 * kernel.registers))
-        assert line.split()[-3:] == [str(len(kernel.instructions)), str(kernel.registers), str(warps)]
+        memory, xu = (list(map(sass.pipe, kernel.instructions)).count(name) for name in ("global", "xu"))
+        written = [len(kernel.instructions), memory, xu, kernel.registers, warps]
+        assert line.split()[-5:] == [str(number) for number in written]
+    expf, ex2, _ = kernels
+    assert rows["ex2.approx.ftz"] > rows["expf"]
+    assert ex2.registers > expf.registers
+    assert len(ex2.instructions) < len(expf.instructions)
+    for name in ("global", "xu"):
+        assert list(map(sass.pipe, ex2.instructions)).count(name) == list(map(sass.pipe, expf.instructions)).count(name)
+
+
+def test_in_the_gate_stage_a_thread_has_one_load_under_way():
+    """As lesson 2 says of what ships: behind a load of g comes the store that needs it, and only then the next load."""
+    code = recorded.load().sass("exp_throughput")
+    for number in range(3):
+        opcodes = (sass.opcode(instruction) for instruction in code[f"gate<{number}>"].instructions)
+        order = "".join({"LDG.E.U16": "L", "STG.E": "S"}.get(name, "") for name in opcodes)
+        assert order == "LS" * 9  # eight unrolled and the rest's loop
+
+
+def test_a_history_can_be_of_the_microbenchmark(recording):
+    assert repr(views.history(recording, "exp_throughput")) == "What was tried on exp_throughput: not measured"
+    content = (recording.folder / "step6_history.json").read_text()
+    (recording.folder / "exp_throughput_history.json").write_text(content)
+    assert repr(views.history(recording, "exp_throughput")) == repr(views.history(recording, 6))

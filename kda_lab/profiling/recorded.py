@@ -68,6 +68,12 @@ class Recording:
         """What a number of ladder.json must be shown with: it may be of another day than the reports."""
         return self._label((self.ladder() or {}).get("machine") or self.machine)
 
+    @property
+    def exp_forms_label(self) -> str:
+        """What a number of exp_forms.json must be shown with; "not measured" where there is none."""
+        content = self.exp_forms()
+        return "not measured" if content is None else self._label(content.get("machine") or self.machine)
+
     def _label(self, machine: dict[str, Any]) -> str:
         return f"recorded on {machine.get('gpu', self.folder.name)}, {machine.get('date', 'date unknown')}"
 
@@ -132,12 +138,13 @@ class Recording:
             raise ReportError(f"{path} holds no kernels as kda_lab.sass.Kernel has them: {error!r}") from None
 
     def exp_forms(self) -> dict[str, Any] | None:
-        """What kda_lab.expforms recorded: instructions and values of the exponential's forms."""
+        """What kda_lab.expforms recorded: machine, instructions and values of the exponential's forms."""
         return self._json("exp_forms.json")
 
     def history(self, step: int | str) -> dict[str, Any] | None:
-        """What was tried on the way to a step: machine, date, method, and rows of a change with its times in ms."""
-        return self._json(f"step{registry.get(step, 'cuda').number}_history.json")
+        """What was tried on a step or on "exp_throughput": machine, date, method, rows of a change with times in ms."""
+        name = step if step == "exp_throughput" else f"step{registry.get(step, 'cuda').number}"
+        return self._json(f"{name}_history.json")
 
     def agreement(self, step: int | str) -> list[dict[str, Any]]:
         """Each kernel's time in µs by CUDA events, Nsight Systems, torch.profiler and Nsight Compute, and their spread.
@@ -175,7 +182,7 @@ class Recording:
             content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ReportError(f"{path} is damaged: {error}") from None
-        missing = _missing(content, name.split("_", 1)[-1] if name.endswith("_history.json") else name)
+        missing = _missing(content, "history.json" if name.endswith("_history.json") else name)
         if missing:
             raise ReportError(
                 f"{path} has no {missing}, which `python -m kda_lab.record --out DIR` writes: record it again, or "

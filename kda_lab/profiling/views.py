@@ -9,17 +9,19 @@ Figures and tables carry the recording's label, so that no number stands without
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kda_lab import dataflow, plots_gpu, registry
+from kda_lab import dataflow, expforms, plots_gpu, registry
 from kda_lab.plots import GREY, AltFigure, error_by_regime_figure, figure
 from kda_lab.profiling import evidence, figures, metrics, ncu, roofline, sass_view
 from kda_lab.profiling.ncu import Report
 from kda_lab.profiling.recorded import Recording
 from kda_lab.profiling.tools import ToolMissing
+from kda_lab.sass import pipe
 from kda_lab.show import NOT_MEASURED, Html, table
 
 Step = int | str
@@ -191,6 +193,14 @@ def exponentials(recording: Recording | None) -> Html:
     return table(rows, columns, _ladder_caption(recording, "One exponential, from registers"))
 
 
+def exponent_errors(recording: Recording | None, x: float) -> AltFigure:
+    """Errors in ulp of every form of the exponential on the recorded GPU, x marked."""
+    if recording is None or recording.exp_forms() is None:
+        return _nothing("Errors of the exponential on a GPU")
+    forms = [form for form in expforms.forms(recording) if form.device == "GPU"]
+    return plots_gpu.exponent_figure(forms, x, f"GPU: {recording.exp_forms_label}")
+
+
 def gates(recording: Recording | None) -> Html:
     """The gate stage alone in every form: its time, and what its machine code asks of a multiprocessor."""
     content = (recording.ladder() if recording else None) or {}
@@ -200,11 +210,15 @@ def gates(recording: Recording | None) -> Html:
         kernel = code.get(f"gate<{number}>")
         fits = kernel and dataflow.ctas_by_registers(kernel.registers, row["K"])
         found = {"registers": kernel and kernel.registers, "instructions": kernel and len(kernel.instructions)}
+        pipes = collections.Counter(map(pipe, kernel.instructions)) if kernel else {}
+        found |= {"memory": pipes.get("global"), "xu": pipes.get("xu")}
         rows.append(row | found | {"warps": fits and fits * row["K"] // 32})
     columns = {
         "form": "Form",
         "median_ms": "Median, ms",
         "instructions": "Instructions written",
+        "memory": "of them loads and stores",
+        "xu": "of them for the XU",
         "registers": "Registers a thread",
         "warps": "Warps a multiprocessor can hold",
     }
@@ -268,13 +282,13 @@ def moved_bytes(recording: Recording | None, steps: Sequence[Step]) -> AltFigure
 
 
 def history(recording: Recording | None, step: Step, measured: str = "") -> Html:
-    """What was tried on the way to a step, a change a row: timed on what, before and after, and whether it stayed.
+    """What was tried on a step or "exp_throughput", a change a row: timed on what, before, after, whether it stayed.
 
     measured: only the changes timed on this, such as "prepare".
     """
     content = recording.history(step) if recording else None
     if content is None:
-        return _words(f"The way to step {step}")
+        return _words(f"What was tried on {step if step == 'exp_throughput' else f'step {step}'}")
     columns = {"kept": "Kept", "change": "What was changed", "shape": "Shape"}
     columns |= {} if measured else {"measured": "Timed"}
     columns |= {f"{word}_ms": f"{measured} {word}, ms".strip().capitalize() for word in ("before", "after")}
