@@ -6,6 +6,7 @@ waiting, launches included. Every number is the best of many short bursts: other
 
 from __future__ import annotations
 
+import itertools
 import sys
 import timeit
 from collections.abc import Callable
@@ -35,15 +36,19 @@ def main(device: str) -> None:
         return (i.q, i.k, i.v, i.g, i.beta, i.scale, i.new_out(), i.A_log, i.dt_bias, i.lower_bound)
 
     plain, final = arguments(inputs), torch.empty_like(inputs.initial_state)
-    with_states, with_offsets = (
+    with_states, in_place, with_offsets = (
         (*plain, inputs.initial_state, final),
+        (*plain, final.zero_(), final),
         (*arguments(packed), None, None, packed.cu_seqlens),
     )
+    others = itertools.cycle([arguments(inputs) for _ in range(100)])  # outs in turn: more than a plan remembers
     print(f"T 16, H 32, {device}, torch {torch.__version__}; microseconds a call")
     for label, call in {
         "an operator that does nothing": lambda: torch.ops.kda_lab_nothing.fwd(*plain, None, None, None),
         "fwd": lambda: kda_lab.fwd(*plain),
+        "fwd at addresses not remembered": lambda: kda_lab.fwd(*next(others)),
         "fwd with initial and final state": lambda: kda_lab.fwd(*with_states),
+        "fwd with a state updated in place": lambda: kda_lab.fwd(*in_place),
         "fwd with cu_seqlens": lambda: kda_lab.fwd(*with_offsets),
         "profiler ranges while nobody listens": annotate.active,
     }.items():

@@ -3,7 +3,8 @@
 `fwd` asks each tensor a dozen questions from Python, which takes longer than a GPU needs for a few tokens. A plan keeps
 the answers, and with them torch.compile's own guard, which compares types, dtypes, devices, sizes, strides, negation
 and requires_grad of all tensors in C++, in a microsecond. What may differ between two calls of one kind is asked every
-time: addresses, their alignment and overlaps, the values of cu_seqlens, the stream, the library.
+time: addresses, the values of cu_seqlens, the stream, the library. That tensors at certain addresses are aligned and
+apart is remembered too: a model meets the same ones again and again.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ def _guards() -> Callable[..., Any] | None:
 
 
 _make_guard = _guards()
+_increment_version = torch.autograd.graph.increment_version
 _POINTERS = struct.Struct("11P")  # of KdaArgs, from q to cu_seqlens
 _OUT, _INITIAL, _FINAL, _OFFSETS = range(7, 11)  # the places of tensors among them
-_MOST = 64  # plans kept
+_MOST = 64  # plans kept, and sets of addresses in each
 _ALIGNMENT = 256  # of a workspace
 
 _plans: dict[Hashable, Plan] = {}
@@ -45,67 +47,72 @@ _plans: dict[Hashable, Plan] = {}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """A call whose tensors were right as they lay."""
+    """A call whose tensors were right as they lay. Threads share it, so a call fills a KdaArgs of its own."""
 
-    guard: Any
-    tensors: int  # that it compares
+    tensors_of: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # those that are there, each once
+    guard: Callable[..., bool]  # of these tensors
+    args_at: Callable[..., bytes | None]  # of their addresses: `_args_at`, with its answers remembered
     library: native.Library
     step: int
-    args: bytes  # a KdaArgs without addresses and stream
     T: int
-    device: torch.device
-    spans: tuple[int, ...]  # bytes of each tensor, 0 for one that is not there
-    counts_versions: tuple[bool, bool]  # of out and final_state: whether autograd watches what happens to them
+    gpu: int | None  # the index of a CUDA device
+    counted: tuple[int, ...]  # places of written tensors whose versions autograd compares
 
-    def run(
-        self,
-        given: Sequence[Tensor | None],
-        check_offsets: Callable[[Tensor, int], None],
-        launch: Callable[[native.Library, int, KdaArgs, torch.device], None],
-    ) -> bool:
+    def run(self, given: Sequence[Tensor | None], check_offsets: Callable[[Tensor, int], None]) -> bool:
         """Runs the call, its tensors in the order of KdaArgs; False, and nothing done, if it is of another kind."""
-        tensors = [x for x in given if x is not None]
-        if len(tensors) != self.tensors or not self.guard.check(*tensors):
+        tensors = self.tensors_of(given)
+        if not self.guard(*tensors) or annotate.active() or native.loaded(self.library.device) is not self.library:
             return False
-        if annotate.active() or native.loaded(self.device.type) is not self.library:
-            return False
-        pointers = [0 if x is None else x.data_ptr() for x in given]
-        if functools.reduce(operator.or_, pointers) & 15 or self._overlaps(pointers):
+        checked = self.args_at(*map(Tensor.data_ptr, tensors))
+        if checked is None:
             return False
         if given[_OFFSETS] is not None:
             check_offsets(given[_OFFSETS], self.T)
-        args = KdaArgs.from_buffer_copy(self.args)
-        _POINTERS.pack_into(args, KdaArgs.q.offset, *pointers)
-        if self.device.type == "cuda":
-            args.stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        give_workspace(self.library, self.step, args, tensors[0])
-        launch(self.library, self.step, args, self.device)
-        for counts, place in zip(self.counts_versions, (_OUT, _FINAL), strict=True):
-            if counts:
-                torch.autograd.graph.increment_version(given[place])
+        args = KdaArgs.from_buffer_copy(checked)
+        if self.gpu is not None:
+            args.stream = torch._C._cuda_getCurrentRawStream(self.gpu)
+        _memory = give_workspace(args, tensors[0])  # held until the work is enqueued
+        launch(self.library, self.step, args, self.gpu)
+        for place in self.counted:
+            _increment_version(given[place])
         return True
 
-    def _overlaps(self, pointers: Sequence[int]) -> bool:
-        """Whether a tensor that is written shares memory with another; the long way says whether it may."""
-        for written in (_OUT, _FINAL) if pointers[_FINAL] else (_OUT,):
-            begin = pointers[written]
-            end = begin + self.spans[written]
-            met = [b < end and begin < b + size for b, size in zip(pointers, self.spans, strict=True)]
-            if met.count(True) > 1:
-                return True
-        return False
 
+def _args_at(args: bytes, sizes: Sequence[int], order: Callable[..., Any], *addresses: int) -> bytes | None:
+    """A plan's KdaArgs with tensors at `addresses`; None where the long way has to copy, or say what is wrong.
 
-def give_workspace(library: native.Library, step: int, args: KdaArgs, q: Tensor) -> None:
-    """Sets a call's workspace: memory of torch's allocator, on q's device, that lives as long as `args`.
-
-    The library is asked in every call: on a CPU the size grows with the threads.
+    `sizes` are the tensors' bytes; `order` brings addresses, followed by a 0, into the order of KdaArgs.
     """
-    needed = library.workspace_bytes(step, args)
-    if needed:
-        args.owner = q.new_empty(needed // q.element_size() + _ALIGNMENT)
-        args.workspace = -(-args.owner.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        args.workspace_bytes = needed
+    if functools.reduce(operator.or_, addresses) & 15:
+        return None
+    ends = sorted(map(operator.add, addresses, sizes))
+    if any(map(operator.gt, ends, sorted(addresses)[1:])):  # two share memory; the long way says whether they may
+        return None
+    filled = bytearray(args)
+    _POINTERS.pack_into(filled, KdaArgs.q.offset, *order((*addresses, 0)))
+    return bytes(filled)
+
+
+def give_workspace(args: KdaArgs, q: Tensor) -> Tensor | None:
+    """Sets `args.workspace` to `args.workspace_bytes` of torch's memory on q's device, which the caller holds.
+
+    Let go once the call is enqueued, it goes to what comes later in the stream. Calls never share it: they may run at
+    once.
+    """
+    if not args.workspace_bytes:
+        return None
+    memory = q.new_empty((args.workspace_bytes + _ALIGNMENT) // 2)  # bf16
+    args.workspace = -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+    return memory
+
+
+def launch(library: native.Library, step: int, args: KdaArgs, gpu: int | None) -> None:
+    """Runs a checked call, on the GPU of this index if there is one."""
+    if gpu is None or gpu == torch._C._cuda_getDevice():
+        library.forward(step, args)
+    else:
+        with torch.cuda.device(gpu):  # the library's own guard leaves a context on the device that was current
+            library.forward(step, args)
 
 
 def find(key: Hashable) -> Plan | None:
@@ -113,23 +120,31 @@ def find(key: Hashable) -> Plan | None:
 
 
 def remember(key: Hashable, given: Sequence[Tensor | None], library: native.Library, step: int, args: KdaArgs) -> None:
-    """Keeps a call that was checked: tensors in the order of KdaArgs, none copied, empty or requiring grad."""
+    """Keeps a call that was checked: tensors in the order of KdaArgs, none copied, empty or requiring grad.
+
+    The key says which tensors are None, whether final_state is initial_state, and whether this is inference mode.
+    """
     if _make_guard is None:
         return
-    tensors = [x for x in given if x is not None]
+    in_place = given[_FINAL] is given[_INITIAL]
+    places = [place for place, x in enumerate(given) if x is not None and not (in_place and place == _FINAL)]
+    tensors = [given[place] for place in places]
+    sources = [places.index(place) if place in places else len(places) for place in range(len(given))]
+    if in_place:
+        sources[_FINAL] = sources[_INITIAL]
     kept = KdaArgs.from_buffer_copy(args)
-    kept.stream = kept.workspace = kept.push_range = kept.pop_range = None
-    kept.workspace_bytes = 0
+    kept.push_range = kept.pop_range = None  # a profiler may have listened; addresses and stream are set in every call
+    sizes = [x.nbytes for x in tensors]
+    args_at = functools.partial(_args_at, bytes(kept), sizes, operator.itemgetter(*sources))
     if len(_plans) >= _MOST:
         _plans.clear()
     _plans[key] = Plan(
-        guard=_make_guard(*tensors),
-        tensors=len(tensors),
+        tensors_of=operator.itemgetter(*places),
+        guard=_make_guard(*tensors).check,
+        args_at=functools.lru_cache(_MOST)(args_at),
         library=library,
         step=step,
-        args=bytes(kept),
         T=args.T,
-        device=tensors[0].device,
-        spans=tuple(0 if x is None else x.nbytes for x in given),
-        counts_versions=tuple(x is not None and not x.is_inference() for x in (given[_OUT], given[_FINAL])),
+        gpu=tensors[0].device.index if library.device == "cuda" else None,
+        counted=tuple(p for p in (_OUT, _FINAL) if given[p] is not None and not given[p].is_inference()),
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kda_lab
-from kda_lab import ops, reference, registry
+from kda_lab import call_plan, ops, reference, registry
 from kda_lab.compare import relative_rms
 from kda_lab.inputs import Inputs
 
@@ -225,7 +225,7 @@ def test_precise_is_no_news_to_steps_in_fp32(step):
 def test_torch_compile_passes_precise_on(monkeypatch):
     inputs = kda_lab.make_inputs(1, 4, 1, 16, 16)
     seen = []
-    monkeypatch.setattr(ops, "_launch", lambda library, step, args, device: seen.append(args.precise))
+    monkeypatch.setattr(call_plan, "launch", lambda library, step, args, gpu: seen.append(args.precise))
     torch._dynamo.reset()
 
     def call(q, out):

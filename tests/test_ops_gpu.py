@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kda_lab
-from kda_lab import ops, reference
+from kda_lab import call_plan, ops, reference
 from kda_lab.compare import relative_rms
 from kda_lab.inputs import Inputs
 
@@ -50,8 +50,12 @@ def test_views_give_the_same_bits(inputs):
     assert torch.equal(actual.final_state, expected.final_state)
 
 
-def test_work_is_enqueued_on_the_current_stream(inputs):
+@pytest.mark.parametrize("repeated", [False, True])
+def test_work_is_enqueued_on_the_current_stream(inputs, repeated, monkeypatch):
     """v is filled on a side stream after a long wait: only a kernel on the same stream reads it filled."""
+    monkeypatch.setattr(call_plan, "_plans", {})
+    if repeated:
+        ops.fwd(*arguments(inputs, inputs.new_out(), inputs.initial_state))
     late = inputs.with_(v=torch.full_like(inputs.v, float("nan")))
     out = inputs.new_out()
     side = torch.cuda.Stream()
@@ -70,6 +74,11 @@ def test_device_need_not_be_the_current_one(inputs):
     other = inputs.to("cuda:1")
     assert torch.cuda.current_device() == 0
     assert_right(inputs, *kda_lab.forward(other))
+    out, final = other.new_out(), torch.empty_like(other.initial_state)
+    for _ in range(2):
+        out.zero_()
+        ops.fwd(*arguments(other, out, other.initial_state, final))
+        assert_right(inputs, out, final)
     assert torch.cuda.current_device() == 0
 
 
