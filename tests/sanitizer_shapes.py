@@ -22,6 +22,7 @@ SHAPES = (
     {"B": 1, "T": 80, "H": 2, "initial_state": "bf16"},
     {"B": 1, "H": 2, "seq_lens": (0, 16, 17, 0, 5), "initial_state": "fp32"},
     {"B": 1, "H": 1, "seq_lens": (33, 31)},
+    {"B": 1, "H": 20, "seq_lens": (0, 140, 23)},  # halves of heads that share their copies, on 132 multiprocessors
     {"B": 1, "H": 400, "seq_lens": (0, 40, 23)},  # more heads than CTAs on the chip: a persistent kernel goes round
 )
 VARIANTS = (  # of kernels; step 6 has one for each

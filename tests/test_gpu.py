@@ -100,6 +100,18 @@ def test_more_work_than_the_chip_holds_at_once(step: int, seq_lens: tuple[int, .
     assert_right(make_inputs(1, 180, 500, seq_lens=seq_lens, initial_state="fp32"), step)
 
 
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("share", [0.3, 0.95, 1.2])
+def test_every_way_to_divide_a_head(share: float, precise: bool) -> None:
+    """Step 6 cuts a head in two while the chip has room for all halves; near that limit two halves share their copies."""
+    heads = int(share * torch.cuda.get_device_properties(0).multi_processor_count / 2 / 3)
+    inputs = make_inputs(H=heads, seq_lens=(0, 150, 77), regime="retain", initial_state="fp32")
+    result = assert_right(inputs, 6, precise=precise, rms=TENSOR_CORE_OUT["retain"])
+    again = run(inputs.to("cuda"), 6, precise=precise)
+    assert same_bits(result.out, again.out)
+    assert same_bits(result.final_state, again.final_state)
+
+
 WIDE_BOUND = -10.4  # what step 6 can represent at chunk 16: exponents relative to the middle row
 register_state = pytest.mark.parametrize("D", [64, 128])
 

@@ -33,6 +33,17 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uin
                : "memory");
 }
 
+// Arrives on the barrier at this address in CTA `rank` of the cluster. Not .release.cluster, which waits until all that
+// the thread wrote to device memory is there (recurrence took 2.3 times as long): what must come before are reads, and
+// their results are in use.
+__device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(smem_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+
 // Returns once the phase of this parity has ended. try_wait sleeps in hardware for a while, so the loop seldom turns.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
@@ -57,6 +68,17 @@ __device__ __forceinline__ void cp_async_bulk_load(void* smem, const void* sourc
                : "memory");
 }
 
+// The same into every CTA of the cluster whose bit is set in `ctas`, at this address there; each one's barrier at this
+// address counts its bytes.
+__device__ __forceinline__ void cp_async_bulk_load_multicast(void* smem, const void* source, uint32_t bytes,
+                                                             uint64_t* barrier, uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(smem_address(smem)),
+      "l"(source), "r"(bytes), "r"(smem_address(barrier)), "h"(ctas)
+      : "memory");
+}
+
 __device__ __forceinline__ void cp_async_bulk_store(void* target, const void* smem, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(smem_address(smem)),
                "r"(bytes)
@@ -74,6 +96,13 @@ __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
 
 // What this thread wrote to shared memory by ordinary stores becomes visible to bulk copies and warpgroup products.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- clusters (9.7.13.4): CTAs that run at the same time and reach each other's shared memory ----------------------
+
+// As __syncthreads, of all threads of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 // ---- programmatic dependent launch (9.7.13.13): the next kernel of the stream may start before this one has ended ---
 

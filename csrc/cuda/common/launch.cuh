@@ -72,19 +72,23 @@ void launch(const char* name, const KdaArgs& args, void (*kernel)(Parameters...)
 }
 
 // The same for a kernel that may start before the one ahead of it in the stream has ended, and that itself waits
-// (griddepcontrol.wait) before it reads what that one writes: its set-up hides behind the other's tail.
+// (griddepcontrol.wait) before it reads what that one writes: its set-up hides behind the other's tail. `cluster`
+// neighbouring CTAs form a cluster.
 template <typename... Parameters, typename... Values>
 void launch_dependent(const char* name, const KdaArgs& args, void (*kernel)(Parameters...), dim3 grid, dim3 block,
-                      size_t smem_bytes, Values... values) {
+                      size_t smem_bytes, unsigned cluster, Values... values) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   Range range(args, name);
   allow_shared_memory(name, args, reinterpret_cast<const void*>(kernel), smem_bytes);
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = smem_bytes;
-  config.stream = static_cast<cudaStream_t>(args.stream), config.attrs = &early, config.numAttrs = 1;
+  config.stream = static_cast<cudaStream_t>(args.stream), config.attrs = attributes,
+  config.numAttrs = cluster > 1 ? 2 : 1;
   check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(values)...), name);
 }
 

@@ -18,14 +18,22 @@
 //   bulk copies  a producer warp keeps STAGES chunks in flight; 6, not 4: 0.32 to 0.29 ms at H 96 (prepare
 //                differed between the two runs); 8, so that no SM holds two CTAs: 0.32 to 0.21 ms at H 32
 //   value split  rows of S are independent: with few heads two CTAs take 64 rows each, half the chain's products
+//   short links  less for a warp to do between two products: the output of a chunk is written during the next one,
+//                lengths have 32 bits, addresses come from the chunk's. 0.308 to 0.289 ms at H 32, 0.632 to 0.618 at
+//                H 96
+//   clusters     where two CTAs a head fill the chip, each fetches half of every image for both: 0.451 to 0.421 ms at
+//                H 64. With fewer heads the other CTA's pace lengthens the chain (0.289 to 0.305 ms at H 32)
 //   persistent   prepare's CTAs stay and fetch the next chunk while they multiply and invert: 0.45 to 0.43 ms at
 //                H 96; INV by rows: 0.41; beta fetched ahead, and no spills (6 CTAs of 80 registers): 0.38
 //   launch       recurrence sets itself up while prepare drains (programmatic dependent launch); not measured apart
-// What did not pay: inverting in turn by different warps; two accumulators in the chain (2 % of recurrence for 16
-// registers); addresses held in registers, which spill (prepare at H 96 from 0.35 to 0.38 ms), or more registers and
-// fewer CTAs (to 0.39 ms); prepare from the last chunk to the first, for what L2 still holds of its images (1 %
-// slower); cutting the sequence so that prepare of one part runs beside recurrence of the part before (H 32: from
-// 0.33 ms to between 0.33 and 0.48 ms), because prepare's warps take issue slots from the chain.
+// What did not pay: two chunks joined to one link of the chain, in prepare (36 % slower) or by warps of their own in
+// recurrence (0.308 to 0.370 ms at H 32: they take the chain's issue slots); ldmatrix and stmatrix in the place of
+// movmatrix (to 0.322: the chain waits for them); asking for the next barrier early (to 0.319); inverting in turn by
+// different warps; two accumulators in the chain (2 % of recurrence for 16 registers); addresses held in registers,
+// which spill (prepare at H 96 from 0.35 to 0.38 ms), or more registers and fewer CTAs (to 0.39 ms); prepare from the
+// last chunk to the first, for what L2 still holds of its images (1 % slower); cutting the sequence so that prepare of
+// one part runs beside recurrence of the part before (H 32: from 0.33 ms to between 0.33 and 0.48 ms), because
+// prepare's warps take issue slots from the chain.
 //
 // In the profiler: both kernels move bytes nearly as fast as a copy from H = 96 up; below that the chain of two
 // dependent products a chunk decides.
@@ -504,11 +512,10 @@ __device__ __forceinline__ void round_state(uint32_t (&S_bf16)[D / 16][4], const
 #if KDA_HOPPER
 
 // The producer, one warp: keeps the ring of stages full. Rows of v past the sequence's end are filled with zeros and
-// not read: they are another sequence's.
-template <int D, int WARPGROUPS, bool PRECISE>
+// not read: they are another sequence's. In a cluster each CTA fetches half of an image for both.
+template <int D, int WARPGROUPS, int CLUSTER, bool PRECISE>
 __device__ __forceinline__ void produce(RecurrenceSmem<D, WARPGROUPS, PRECISE>& smem,
-                                        const ChunkImage<D, PRECISE>* image, const bf16* v, int64_t length,
-                                        unsigned H) {
+                                        const ChunkImage<D, PRECISE>* image, const bf16* v, int length, unsigned H) {
   constexpr unsigned GRANULES = WARPGROUPS * PANEL / 8;  // of 16 bytes in a row
   const unsigned lane = threadIdx.x % 32, row_pitch = H * D;
   ptx::griddepcontrol_wait();  // the images are there from here on
@@ -518,7 +525,15 @@ __device__ __forceinline__ void produce(RecurrenceSmem<D, WARPGROUPS, PRECISE>& 
     ptx::mbarrier_wait(&smem.empty[ring.stage], ring.parity);
     if (lane == 0) {
       ptx::mbarrier_arrive_expect_tx(&smem.full[ring.stage], sizeof(stage.image));
-      ptx::cp_async_bulk_load(&stage.image, image, sizeof(stage.image), &smem.full[ring.stage]);
+      if constexpr (CLUSTER == 1) {
+        ptx::cp_async_bulk_load(&stage.image, image, sizeof(stage.image), &smem.full[ring.stage]);
+      } else {
+        constexpr uint32_t HALF = sizeof(stage.image) / 2;
+        const uint32_t begin = blockIdx.x % 2 * HALF;
+        ptx::cp_async_bulk_load_multicast(reinterpret_cast<char*>(&stage.image) + begin,
+                                          reinterpret_cast<const char*>(image) + begin, HALF, &smem.full[ring.stage],
+                                          0b11);
+      }
     }
 #pragma unroll
     for (unsigned i = lane; i < CHUNK * GRANULES; i += 32) {
@@ -532,25 +547,39 @@ __device__ __forceinline__ void produce(RecurrenceSmem<D, WARPGROUPS, PRECISE>& 
   }
 }
 
-// This lane's part of V^T as operand A.
-__device__ __forceinline__ void load_values(uint32_t (&V_reg)[4], const bf16* v_smem) {
+// This lane's part of V: two tokens, 4 neighbouring values of each.
+__device__ __forceinline__ void load_values(uint2 (&values)[2], const bf16* v_smem) {
   const unsigned lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const unsigned at = panel<CHUNK>(j * 8 + lane / 4, threadIdx.x / 32 * 16 + lane % 4 * 4);
-    const uint2 v = *reinterpret_cast<const uint2*>(&v_smem[at]);
-    V_reg[j * 2] = ptx::movmatrix_trans(v.x), V_reg[j * 2 + 1] = ptx::movmatrix_trans(v.y);
+    values[j] = *reinterpret_cast<const uint2*>(&v_smem[at]);
+  }
+}
+
+// V^T as operand A.
+__device__ __forceinline__ void transpose_values(uint32_t (&V_reg)[4], const uint2 (&values)[2]) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    V_reg[j * 2] = ptx::movmatrix_trans(values[j].x), V_reg[j * 2 + 1] = ptx::movmatrix_trans(values[j].y);
+  }
+}
+
+// U^T, the first two column groups of the product, or O^T, the last two, as pairs of bf16.
+__device__ __forceinline__ void round_columns(uint32_t (&rounded)[4], const float (&UO)[4][4], int first) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    rounded[r] = ptx::cvt_rn_bf16x2(UO[first + r / 2][r % 2 * 2], UO[first + r / 2][r % 2 * 2 + 1]);
   }
 }
 
 // `out` points at this lane's first element: token lane / 4 of the chunk, 4 neighbouring values.
-__device__ __forceinline__ void write_output(bf16* out, const float (&UO)[4][4], unsigned tokens, unsigned row_pitch) {
+__device__ __forceinline__ void write_output(bf16* out, const uint32_t (&O_reg)[4], unsigned tokens,
+                                             int64_t chunk_pitch) {
 #pragma unroll
   for (unsigned j = 0; j < 2; ++j) {
-    const float (&o)[4] = UO[2 + j];
-    const uint2 pairs = {ptx::movmatrix_trans(ptx::cvt_rn_bf16x2(o[0], o[1])),
-                         ptx::movmatrix_trans(ptx::cvt_rn_bf16x2(o[2], o[3]))};
-    if (j * 8 + threadIdx.x % 32 / 4 < tokens) *reinterpret_cast<uint2*>(out + j * 8 * row_pitch) = pairs;
+    const uint2 pairs = {ptx::movmatrix_trans(O_reg[j * 2]), ptx::movmatrix_trans(O_reg[j * 2 + 1])};
+    if (j * 8 + threadIdx.x % 32 / 4 < tokens) *reinterpret_cast<uint2*>(out + j * (chunk_pitch / 2)) = pairs;
   }
 }
 
@@ -573,36 +602,50 @@ __device__ __forceinline__ void decay_state(float (&S_reg)[D / 8][4], const floa
 // The consumers: warpgroup by warpgroup, 64 rows of S from the first chunk to the last.
 //   [U^T O^T] = V^T [INV_beta; P]^T + S [-w; q']^T        rows v, columns the 16 tokens of each
 //   S         = S diag(decay) + U^T k_restored
-// `out` as in write_output.
-template <int D, int WARPGROUPS, bool PRECISE>
+// `out` as in write_output. Whatever a warp does between two products lengthens the chain, so the output of a chunk is
+// written during the next one, while loads are under way, and lengths are 32 bits (2^31 tokens fill no GPU's memory).
+template <int D, int WARPGROUPS, int CLUSTER, bool PRECISE>
 __device__ __forceinline__ void consume(RecurrenceSmem<D, WARPGROUPS, PRECISE>& smem, float (&S_reg)[D / 8][4],
-                                        bf16* out, int64_t length, unsigned row_pitch) {
+                                        bf16* out, int length, unsigned row_pitch) {
+  const int64_t chunk_pitch = int64_t{CHUNK} * row_pitch;
   const ChunkImage<D, PRECISE>& first = smem.stages[0].image;
   const uint64_t INV_beta_P = ptx::matrix_descriptor(first.INV_beta_P, 128, 256, 0);
   const uint64_t wq = ptx::matrix_descriptor(first.wq, 16, 1024, 1);
   const uint64_t k_restored = ptx::matrix_descriptor(first.k_restored, CHUNK * PANEL * sizeof(bf16), 1024, 1);
-  if (threadIdx.x % 32 == 0) {  // at first all stages are empty; the last one is handed over with chunk 0
-    for (int s = 0; s < STAGES - 1; ++s) ptx::mbarrier_arrive(&smem.empty[s]);
-  }
+  const auto release = [&](unsigned stage) {  // to the producers that fill it: this CTA's, in a cluster the other's too
+    const unsigned lane = threadIdx.x % 32;
+    if (lane == 0) ptx::mbarrier_arrive(&smem.empty[stage]);
+    if constexpr (CLUSTER == 2) {
+      if (lane == 1) ptx::mbarrier_arrive_at(&smem.empty[stage], blockIdx.x % 2 ^ 1);
+    }
+  };
+  // At first all stages are empty; the last one is handed over with chunk 0.
+  for (int s = 0; s < STAGES - 1; ++s) release(s);
   Ring ring;
+  uint32_t O_reg[4] = {};
+  unsigned written = 0;  // tokens of the chunk before, whose output O_reg holds
   for (; length > 0; length -= CHUNK, ring.advance()) {
     const RecurrenceStage<D, WARPGROUPS, PRECISE>& stage = smem.stages[ring.stage];
     const uint32_t offset = ring.stage * sizeof(stage);
     uint32_t S_bf16[D / 16][4], V_reg[4], U_reg[4];
     float UO[4][4];
     float2 decay[D / 8];
+    uint2 values[2];
     ptx::mbarrier_wait(&smem.full[ring.stage], ring.parity);
-    load_values(V_reg, stage.v);
+    load_values(values, stage.v);
     if constexpr (WARPGROUPS == 1) load_decay<D>(decay, stage.image.decay);
+    write_output(out - chunk_pitch, O_reg, written, chunk_pitch);
+    transpose_values(V_reg, values);
     ptx::wgmma_wait_group();  // the update by the chunk before
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&smem.empty[ring.previous()]);
+    release(ring.previous());
     round_state<D>(S_bf16, S_reg);
     ptx::wgmma_fence();
+    const uint64_t wq_here = ptx::advanced(wq, offset), k_here = ptx::advanced(k_restored, offset);
     ptx::wgmma_m64n32k16(UO, V_reg, ptx::advanced(INV_beta_P, offset), 0);
 #pragma unroll
     for (int k = 0; k < D; k += 16) {
       const uint32_t bytes = (k / PANEL * 2 * CHUNK * PANEL + k % PANEL) * sizeof(bf16);
-      ptx::wgmma_m64n32k16(UO, S_bf16[k / 16], ptx::advanced(wq, offset + bytes), 1);
+      ptx::wgmma_m64n32k16(UO, S_bf16[k / 16], ptx::advanced(wq_here, bytes), 1);
     }
     ptx::wgmma_commit_group();
     // While the products run: they have the rounded state. With two warpgroups the loads wait until here, so that
@@ -610,17 +653,18 @@ __device__ __forceinline__ void consume(RecurrenceSmem<D, WARPGROUPS, PRECISE>& 
     if constexpr (WARPGROUPS == 2) load_decay<D>(decay, stage.image.decay);
     decay_state<D>(S_reg, decay);
     ptx::wgmma_wait_group();
-#pragma unroll
-    for (int r = 0; r < 4; ++r) U_reg[r] = ptx::cvt_rn_bf16x2(UO[r / 2][r % 2 * 2], UO[r / 2][r % 2 * 2 + 1]);
+    round_columns(U_reg, UO, 0);
     ptx::wgmma_fence();
-    ptx::wgmma_m64nNk16_trans(S_reg, U_reg, ptx::advanced(k_restored, offset));
+    ptx::wgmma_m64nNk16_trans(S_reg, U_reg, k_here);
     if constexpr (PRECISE) {
-      ptx::wgmma_m64nNk16_trans(S_reg, U_reg, ptx::advanced(k_restored, offset + CHUNK * D * sizeof(bf16)));
+      ptx::wgmma_m64nNk16_trans(S_reg, U_reg, ptx::advanced(k_here, CHUNK * D * sizeof(bf16)));
     }
     ptx::wgmma_commit_group();
-    write_output(out, UO, static_cast<unsigned>(min(int64_t{CHUNK}, length)), row_pitch);
-    out += CHUNK * row_pitch;
+    round_columns(O_reg, UO, 2);
+    written = static_cast<unsigned>(min(CHUNK, length));
+    out += chunk_pitch;
   }
+  write_output(out - chunk_pitch, O_reg, written, chunk_pitch);
   ptx::wgmma_wait_group();
 }
 
@@ -631,8 +675,8 @@ __device__ __forceinline__ void consume(RecurrenceSmem<D, WARPGROUPS, PRECISE>& 
 constexpr int threads(int warpgroups) { return warpgroups == 2 ? 3 * WARPGROUP : WARPGROUP + 32; }
 
 // Grid: N x H x (D / 64 / WARPGROUPS), slices of the state fastest. One CTA carries 64 WARPGROUPS rows of one head's
-// state.
-template <int D, int WARPGROUPS, bool PRECISE>
+// state. CLUSTER = 2: the two slices of a head are a cluster.
+template <int D, int WARPGROUPS, int CLUSTER, bool PRECISE>
 __global__ void __launch_bounds__(threads(WARPGROUPS), 1)
     recurrence(Tensors tensors, const ChunkImage<D, PRECISE>* __restrict__ images /* [slots, H] */) {
 #if KDA_HOPPER
@@ -643,34 +687,39 @@ __global__ void __launch_bounds__(threads(WARPGROUPS), 1)
   const unsigned slice = blockIdx.x % SLICES, h = blockIdx.x / SLICES % H, n = blockIdx.x / SLICES / H;
   const Span span = find_sequence(tensors.sequences, n);
   const int64_t offset = span.start * row_pitch + h * D + slice * WARPGROUPS * PANEL;
+  const int length = static_cast<int>(span.end - span.start);
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
-      ptx::mbarrier_init(&smem.full[s], 32 + 1);           // every lane's copies of v, and the image
-      ptx::mbarrier_init(&smem.empty[s], WARPGROUPS * 4);  // every consumer warp
+      ptx::mbarrier_init(&smem.full[s], 32 + 1);                     // every lane's copies of v, and the image
+      ptx::mbarrier_init(&smem.empty[s], CLUSTER * WARPGROUPS * 4);  // every consumer warp
     }
     ptx::fence_proxy_async();
   }
-  __syncthreads();
+  CLUSTER == 1 ? __syncthreads() : ptx::cluster_sync();
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // tells the compiler that a warp stays together
   if (warp >= WARPGROUPS * 4) {
     if constexpr (WARPGROUPS == 2) ptx::setmaxnreg_dec<40>();
     if (warp == WARPGROUPS * 4) {
       const int64_t slot = first_slot<CHUNK>(tensors.sequences, n);
-      produce<D, WARPGROUPS, PRECISE>(smem, images + slot * H + h, tensors.v + offset, span.end - span.start, H);
+      produce<D, WARPGROUPS, CLUSTER, PRECISE>(smem, images + slot * H + h, tensors.v + offset, length, H);
     }
   } else {
     if constexpr (WARPGROUPS == 2) ptx::setmaxnreg_inc<232>();
     const int64_t state_offset = ((int64_t{n} * H + h) * D + slice * WARPGROUPS * PANEL) * D;
     float S_reg[D / 8][4];
     // Prepare writes no state. But where no sequence has a token it was not launched, and the kernel ahead may.
-    if (span.start == span.end) ptx::griddepcontrol_wait();
+    if (length == 0) ptx::griddepcontrol_wait();
     load_state_rows<D>(S_reg, tensors.initial_state, state_offset);
     const unsigned lane = threadIdx.x % 32;
     bf16* out = tensors.out + offset + lane / 4 * row_pitch + threadIdx.x / 32 * 16 + lane % 4 * 4;
-    consume<D, WARPGROUPS, PRECISE>(smem, S_reg, out, span.end - span.start, row_pitch);
+    consume<D, WARPGROUPS, CLUSTER, PRECISE>(smem, S_reg, out, length, row_pitch);
     store_state_rows<D>(S_reg, tensors.final_state, state_offset);
+  }
+  if constexpr (CLUSTER > 1) {  // the other CTA may still write to this one's shared memory
+    __syncwarp();
+    ptx::cluster_sync();
   }
 #endif
 }
@@ -697,11 +746,11 @@ void launch_prepare(const KdaArgs& args, ChunkImage<D, PRECISE>* images, unsigne
          static_cast<float>(args.scale), static_cast<float>(args.lower_bound * double{LOG2_E}));
 }
 
-template <int D, int WARPGROUPS, bool PRECISE>
+template <int D, int WARPGROUPS, int CLUSTER, bool PRECISE>
 void launch_recurrence(const KdaArgs& args, const ChunkImage<D, PRECISE>* images) {
-  launch_dependent("recurrence", args, recurrence<D, WARPGROUPS, PRECISE>,
+  launch_dependent("recurrence", args, recurrence<D, WARPGROUPS, CLUSTER, PRECISE>,
                    dim3(args.N * args.H * D / PANEL / WARPGROUPS), dim3(threads(WARPGROUPS)),
-                   sizeof(RecurrenceSmem<D, WARPGROUPS, PRECISE>), tensors_of(args), images);
+                   sizeof(RecurrenceSmem<D, WARPGROUPS, PRECISE>), CLUSTER, tensors_of(args), images);
 }
 
 template <int D, bool PRECISE>
@@ -711,10 +760,13 @@ void run(const KdaArgs& args, unsigned multiprocessors) {
   wide ? launch_prepare<D, PRECISE, true>(args, images, multiprocessors)
        : launch_prepare<D, PRECISE, false>(args, images, multiprocessors);
   if constexpr (D == 128) {
-    // One CTA for a head's 128 value rows, or two of 64 as long as the chip has room for all of them at once.
-    if (2 * args.N * args.H > multiprocessors) return launch_recurrence<D, 2, PRECISE>(args, images);
+    // One CTA for a head's 128 value rows, or two of 64 as long as the chip has room for all of them at once. With
+    // nearly all of it taken they share each copy: then memory decides, otherwise the chain, which sharing lengthens.
+    const int64_t ctas = 2 * args.N * args.H;
+    if (ctas > multiprocessors) return launch_recurrence<D, 2, 1, PRECISE>(args, images);
+    if (ctas * 10 > multiprocessors * int64_t{9}) return launch_recurrence<D, 1, 2, PRECISE>(args, images);
   }
-  launch_recurrence<D, 1, PRECISE>(args, images);
+  launch_recurrence<D, 1, 1, PRECISE>(args, images);
 }
 
 int attribute(cudaDeviceAttr which, const KdaArgs& args) {
