@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,6 +152,20 @@ def test_examples_follow_the_style_of_csrc():
 def test_the_limits_are_the_childs_alone():
     resource = pytest.importorskip("resource")
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+
+
+def test_the_readers_step_is_timed_though_only_its_own_library_lists_it(monkeypatch):
+    def step(number, *devices, capability=0):
+        return SimpleNamespace(number=number, slug=f"s{number}", devices=devices, compute_capability=capability)
+
+    steps = (step(0, "cpu"), step(5, "cpu", "cuda"), step(6, "cuda", capability=90), step(own_step.NUMBER, "cuda"))
+    monkeypatch.setattr(own_step.native, "load", {"cuda": SimpleNamespace(steps=steps)}.__getitem__)
+    monkeypatch.setattr(own_step, "make_inputs", lambda **_: None)
+    monkeypatch.setattr(own_step.bench, "time_call", lambda *_, **__: (1.0,))
+    monkeypatch.setattr(own_step.registry, "capability", lambda: 80)
+    told = []
+    own_step._time("cuda", lambda **event: told.append(event))
+    assert [event["time"]["step"] for event in told if "time" in event] == [5, own_step.NUMBER]
 
 
 @pytest.mark.gpu
