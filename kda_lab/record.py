@@ -6,6 +6,7 @@ Parts, in the order they run:
     accuracy     errors against float64 by regime and length, and for identical keys, beside the published kernel's
     golden       errors on the golden cases
     ladder       every step and peer on every shape: checked, then timed, interleaved
+    short_calls  what a call with 16 tokens costs the host, under its own machine, for it depends on that most
     sass         the machine code of every step
     profiles     reports of Nsight Compute, Nsight Systems and torch.profiler for every step at one shape, and each
                  kernel's time by CUDA events with no profiler attached
@@ -28,7 +29,7 @@ import torch
 from kda_lab import microbench, native, peers
 from kda_lab.profiling import accuracy, evidence, ladder, machine
 
-PARTS = ("ceilings", "exponential", "accuracy", "golden", "ladder", "sass", "profiles")
+PARTS = ("ceilings", "exponential", "accuracy", "golden", "ladder", "short_calls", "sass", "profiles")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,6 +90,12 @@ def record(out: Path, parts: Iterable[str] = PARTS, *, quick: bool = False) -> d
                 rows = ladder.measure(case, inputs, found, bound, library.sha256, samples)
                 recording["rows"] += _collect(rows, _ladder_line)
                 _write(out / "ladder.json", recording)
+        elif part == "short_calls":
+            bound = evidence.bound(recording.get("ceilings") or evidence.ceilings())
+            recording["short_calls"] = {"machine": recording["machine"], "rows": []}
+            for case, inputs in ladder.make_all_inputs(ladder.SHORT_CASES).items():
+                rows = ladder.measure(case, inputs, found, bound, library.sha256)
+                recording["short_calls"]["rows"] += _collect(rows, _ladder_line)
         elif part == "sass":
             major, minor = torch.cuda.get_device_capability()
             evidence.code(out, print, f"sm_{major}{minor}")

@@ -23,13 +23,15 @@ Call = Callable[[], Result]
 
 METHODS = {
     "events": "CUDA events around each call from Python",
-    "host_loop": "host clock over back-to-back calls from Python, per call",
+    "host_loop": "host clock over back-to-back calls from Python, per call, on inputs that rotate as in the others",
+    "same_tensors": "host clock over back-to-back calls from Python, per call, on the same tensors, as when decoding",
     "cuda_graph": "CUDA events around a replayed graph of calls, per call",
 }
 PRECISE_STEP = 6  # the one whose keys may be bf16 or more
 TENSOR_CORE_STEP = 4  # from this step on a step is timed on every case, below only where a case asks for all steps
 REGIME, SEED = "mixed", 0
 CALLS_PER_SAMPLE = 20  # of the methods that time many calls at once
+SHORT_CALLS_PER_SAMPLE = 200  # fewer launches than the driver queues
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,9 @@ CASES = (
     Case(1, 8192, 96, seq_lens=_EIGHT, fla=True),
 )
 """FLA's cases come last: a run that is cut short while FLA tunes itself has everything else."""
+
+SHORT_CASES = tuple(Case(1, 16, 32, state=state, methods=("same_tensors",)) for state in (None, "fp32"))
+"""The GPU is done before the host: what is timed is the call itself."""
 
 QUICK_CASES = tuple(case for case in CASES if (case.T, case.H, case.state) in ((16, 32, None), (8192, 96, None)))
 
@@ -294,6 +299,18 @@ def _time_host_loop(calls: dict[str, list[Call]], samples: int) -> dict[str, lis
     return times
 
 
+def _time_same_tensors(calls: dict[str, list[Call]], samples: int) -> dict[str, list[float]]:
+    times = {key: [] for key in calls}
+    for _ in range(samples + 1):  # the first is for warming up
+        for key, (call, *_) in calls.items():
+            start = time.perf_counter()
+            for _ in range(SHORT_CALLS_PER_SAMPLE):
+                call()
+            torch.cuda.synchronize()
+            times[key].append(1e3 * (time.perf_counter() - start) / SHORT_CALLS_PER_SAMPLE)
+    return {key: samples_ms[1:] for key, samples_ms in times.items()}
+
+
 def _time_cuda_graph(calls: dict[str, list[Call]], samples: int) -> dict[str, list[float]]:
     _warm_up(calls)
     graphs = {}
@@ -311,4 +328,9 @@ def _batch(bound_calls: list[Call], i: int) -> list[Call]:
     return [bound_calls[(i * CALLS_PER_SAMPLE + j) % len(bound_calls)] for j in range(CALLS_PER_SAMPLE)]
 
 
-_TIMERS = {"events": _time_events, "host_loop": _time_host_loop, "cuda_graph": _time_cuda_graph}
+_TIMERS = {
+    "events": _time_events,
+    "host_loop": _time_host_loop,
+    "same_tensors": _time_same_tensors,
+    "cuda_graph": _time_cuda_graph,
+}
