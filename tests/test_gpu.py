@@ -103,7 +103,7 @@ def test_more_work_than_the_chip_holds_at_once(step: int, seq_lens: tuple[int, .
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize("share", [0.3, 0.95, 1.2])
 def test_every_way_to_divide_a_head(share: float, precise: bool) -> None:
-    """Step 6 cuts a head in two while the chip has room for all halves; near that limit two halves share their copies."""
+    """Step 6 cuts heads in two while the chip has room for all halves; near that limit two share their copies."""
     heads = int(share * torch.cuda.get_device_properties(0).multi_processor_count / 2 / 3)
     inputs = make_inputs(H=heads, seq_lens=(0, 150, 77), regime="retain", initial_state="fp32")
     result = assert_right(inputs, 6, precise=precise, rms=TENSOR_CORE_OUT["retain"])

@@ -88,6 +88,23 @@ def test_a_recording_has_a_row_for_every_version_case_and_method(fake_gpu, tmp_p
     assert json.loads((tmp_path / "machine.json").read_text()) == {"gpu": "a CPU that plays one"}
 
 
+def test_short_calls_are_timed_on_one_set_of_tensors_under_their_machine(fake_gpu, tmp_path, monkeypatch):
+    used, fwd = {}, ops.fwd
+
+    def spy(*args, **options):
+        used.setdefault(options["step"], []).append(args[0].data_ptr())
+        fwd(*args, **options)
+
+    monkeypatch.setattr(ops, "fwd", spy)
+    monkeypatch.setattr(ladder, "SHORT_CASES", (ladder.Case(1, 16, 2, methods=("same_tensors",)),))
+    record.record(tmp_path, ["short_calls"])
+    short = json.loads((tmp_path / "ladder.json").read_text())["short_calls"]
+    assert short["machine"] == {"gpu": "a CPU that plays one"}
+    assert [(row["step"], row["method"], len(row["samples_ms"])) for row in short["rows"]] == [(5, "same_tensors", 40)]
+    assert len(used[5]) == 1 + 41 * ladder.SHORT_CALLS_PER_SAMPLE  # the check, a round for warming up, the samples
+    assert len(set(used[5])) == 1
+
+
 def test_precise_keys_have_rows_of_their_own(fake_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(ladder, "TENSOR_CORE_STEP", 3)
     monkeypatch.setattr(ladder, "PRECISE_STEP", 5)

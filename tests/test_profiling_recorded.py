@@ -36,6 +36,24 @@ def test_a_recording_is_labelled_with_its_machine_and_date(recording):
     assert recording.label == "recorded on NVIDIA H200, 2026-11-29"
 
 
+def test_reports_of_another_day_keep_their_label_and_are_not_compared_with_the_rest(recording):
+    (recording.folder / "torch").mkdir()
+    shipped = SHIPPED[0].folder / "torch/5_fused_two_kernel.json.gz"
+    (recording.folder / "torch/5_fused_two_kernel.json.gz").write_bytes(shipped.read_bytes())
+    kernel = recording.torch(5).of("kernel")[0].name
+
+    def by_torch():
+        return {row["kernel"]: row["torch_us"] for row in recording.agreement(5)}
+
+    assert recording.label_of("torch") == recording.label
+    assert by_torch()[kernel] > 0
+    (recording.folder / "torch/machine.json").write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-11-28"}))
+    assert recording.label_of("torch") == "recorded on NVIDIA H200, 2026-11-28"
+    assert recording.label_of("nsys") == recording.label == "recorded on NVIDIA H200, 2026-11-29"
+    assert "2026-11-28" in views.timeline(recording, 5, "torch").alt
+    assert by_torch().get(kernel) is None
+
+
 def test_reports_are_found_by_number_slug_or_name(recording):
     for step in (5, "5", "fused_two_kernel", "5_fused_two_kernel"):
         assert recording.nsys(step).of("kernel")

@@ -58,10 +58,18 @@ class Recording:
         """What describes the machine (see kda_lab.profiling.machine); empty where machine.json is missing."""
         return self._json("machine.json") or {}
 
+    def machine_of(self, tool: str) -> dict[str, Any]:
+        """The machine of a tool's reports: its own where they were not recorded with the rest."""
+        return self._json(f"{tool}/machine.json") or self.machine
+
     @property
     def label(self) -> str:
         """What a number of a report must be shown with."""
         return self._label(self.machine)
+
+    def label_of(self, tool: str) -> str:
+        """The same for one tool's reports."""
+        return self._label(self.machine_of(tool))
 
     @property
     def ladder_label(self) -> str:
@@ -150,14 +158,17 @@ class Recording:
         """Each kernel's time in µs by CUDA events, Nsight Systems, torch.profiler and Nsight Compute, and their spread.
 
         spread is (largest - smallest) / smallest of those that were measured; None with fewer than two. Where
-        Nsight Compute's reports cannot be read, its times are not among them.
+        Nsight Compute's reports cannot be read, its times are not among them, nor those that a tool recorded apart.
         """
         events = self.events(step) or {}
         try:
             report = self.ncu(step)
         except ToolMissing:
             report = None
-        timelines = {"nsys": self.nsys(step), "torch": self.torch(step)}
+        timelines = {
+            "nsys": self.nsys(step),
+            "torch": self.torch(step) if self.machine_of("torch") == self.machine else None,
+        }
         measured: dict[str, dict[str, float]] = {"events": dict(events)}
         for tool, timeline in timelines.items():
             measured[tool] = {row["Kernel"]: row["AvgValue"] for row in timeline.rows()} if timeline else {}

@@ -33,7 +33,8 @@ def timeline(recording: Recording | None, step: Step, tool: str = "nsys") -> Alt
     found = getattr(recording, tool)(step) if recording else None
     if found is None:
         return _nothing(f"Timeline of step {step} by {tool}")
-    return _labelled(figures.timeline_figure(found, title=f"{_name(step)}, {recording.label}"), recording)
+    label = recording.label_of(tool)
+    return _labelled(figures.timeline_figure(found, title=f"{_name(step)}, {label}"), label)
 
 
 def timeline_explorer(recording: Recording | None, step: Step) -> Any:
@@ -97,7 +98,7 @@ def roofline_of(recording: Recording | None, steps: Sequence[Step]) -> AltFigure
     points, ceilings = _points(recording, steps)
     if not points:
         return _nothing("Roofline", _no_report())
-    return _labelled(figures.roofline_figure(points, ceilings, recording.label), recording)
+    return _labelled(figures.roofline_figure(points, ceilings, recording.label), recording.label)
 
 
 def floors(recording: Recording | None, steps: Sequence[Step]) -> AltFigure:
@@ -105,7 +106,7 @@ def floors(recording: Recording | None, steps: Sequence[Step]) -> AltFigure:
     points, ceilings = _points(recording, steps)
     if not points:
         return _nothing("Time and floors", _no_report())
-    return _labelled(figures.floors_figure(points, ceilings, recording.label), recording)
+    return _labelled(figures.floors_figure(points, ceilings, recording.label), recording.label)
 
 
 def occupancy(recording: Recording | None, steps: Sequence[Step]) -> AltFigure:
@@ -278,7 +279,7 @@ def moved_bytes(recording: Recording | None, steps: Sequence[Step]) -> AltFigure
     counted = {_name(step): dataflow.moves(step) for step in steps}
     measured = moved(recording, steps)
     fig = plots_gpu.moved_bytes_figure(counted, measured, _caption(recording, "measured"))
-    return _labelled(fig, recording) if measured else fig
+    return _labelled(fig, recording.label) if measured else fig
 
 
 def history(recording: Recording | None, step: Step, measured: str = "") -> Html:
@@ -317,7 +318,7 @@ def _figure(
     kernel: str = "",
 ) -> AltFigure:
     reports = {name: r for name, r in _reports(recording, steps).items() if not kernel or kernel in r.kernels}
-    return _labelled(draw(reports, recording.label), recording) if reports else _nothing(what, _no_report())
+    return _labelled(draw(reports, recording.label), recording.label) if reports else _nothing(what, _no_report())
 
 
 def _reports(recording: Recording | None, steps: Sequence[Step]) -> dict[str, Report]:
@@ -365,9 +366,9 @@ def _ladder_caption(recording: Recording | None, what: str) -> str:
     return f"{what}, {recording.ladder_label}" if recording else what
 
 
-def _labelled(fig: AltFigure, recording: Recording) -> AltFigure:
+def _labelled(fig: AltFigure, label: str) -> AltFigure:
     """The figure, with machine and date in its words as well as in its title."""
-    fig.alt = f"{fig.alt} {recording.label[0].upper()}{recording.label[1:]}."
+    fig.alt = f"{fig.alt} {label[0].upper()}{label[1:]}."
     return fig
 
 
