@@ -27,7 +27,7 @@ BUDGETS = {
     "6_register_state": {
         "prepare": (80, 0),
         **{f"prepare<{D}, {precise}, 1>": (128 if precise else 96, 0) for D in (64, 128) for precise in (0, 1)},
-        "recurrence": (224, 0),
+        "recurrence": (232, 0),
     },
     EXPONENTIAL: {"throughput": (64, 0), "single": (16, 0), "gate": (48, 0)},
 }
