@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -43,6 +44,21 @@ def find() -> tuple[list[Peer], dict[str, str]]:
         except (ImportError, OSError, RuntimeError) as error:
             missing[name] = f"{type(error).__name__}: {error}"
     return peers, missing
+
+
+def _bind_flash_kda(inputs: Inputs, final_state: torch.dtype | None) -> Call:
+    """FlashKDA's fwd takes the same arguments as ours; it reads cu_seqlens as int64 only."""
+    import flash_kda
+
+    inputs = inputs if inputs.cu_seqlens is None else inputs.with_(cu_seqlens=inputs.cu_seqlens.long())
+    result = Result(inputs.new_out(), new_final_state(inputs, final_state))
+    arguments = fwd_arguments(inputs, result)
+
+    def call() -> Result:
+        flash_kda.fwd(*arguments)
+        return result
+
+    return call
 
 
 def _bind_flash_kda(inputs: Inputs, final_state: torch.dtype | None) -> Call:
@@ -105,6 +121,15 @@ def _bind_fla(inputs: Inputs, final_state: torch.dtype | None) -> Call:
         return Result(out, state)
 
     return call
+
+
+def fwd_arguments(inputs: Inputs, result: Result) -> tuple[Any, ...]:
+    """The arguments of fwd, ours or the published one, in order: bound once, so that a timed call is the call alone."""
+    return (
+        *(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.scale, result.out),
+        *(inputs.A_log, inputs.dt_bias, inputs.lower_bound),
+        *(inputs.initial_state, result.final_state, inputs.cu_seqlens),
+    )
 
 
 def new_final_state(inputs: Inputs, dtype: torch.dtype | None) -> torch.Tensor | None:

@@ -223,28 +223,13 @@ def step_binder(
     """Our own fwd, called as the peers are: the caller owns out and final_state."""
 
     def bind(inputs: Inputs, final_state: torch.dtype | None) -> Call:
-        out, state = inputs.new_out(), peers.new_final_state(inputs, final_state)
+        result = Result(inputs.new_out(), peers.new_final_state(inputs, final_state))
+        arguments = peers.fwd_arguments(inputs, result)
+        options = {"step": str(step), "allow_unsafe": allow_unsafe, "precise": precise}
 
         def call() -> Result:
-            ops.fwd(
-                inputs.q,
-                inputs.k,
-                inputs.v,
-                inputs.g,
-                inputs.beta,
-                inputs.scale,
-                out,
-                inputs.A_log,
-                inputs.dt_bias,
-                inputs.lower_bound,
-                initial_state=inputs.initial_state,
-                final_state=state,
-                cu_seqlens=inputs.cu_seqlens,
-                step=step,
-                allow_unsafe=allow_unsafe,
-                precise=precise,
-            )
-            return Result(out, state)
+            ops.fwd(*arguments, **options)
+            return result
 
         return call
 
