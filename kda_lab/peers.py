@@ -61,34 +61,6 @@ def _bind_flash_kda(inputs: Inputs, final_state: torch.dtype | None) -> Call:
     return call
 
 
-def _bind_flash_kda(inputs: Inputs, final_state: torch.dtype | None) -> Call:
-    """FlashKDA's fwd takes the same arguments as ours; it reads cu_seqlens as int64 only."""
-    import flash_kda
-
-    cu_seqlens = None if inputs.cu_seqlens is None else inputs.cu_seqlens.long()
-    out, state = inputs.new_out(), new_final_state(inputs, final_state)
-
-    def call() -> Result:
-        flash_kda.fwd(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            inputs.g,
-            inputs.beta,
-            inputs.scale,
-            out,
-            A_log=inputs.A_log,
-            dt_bias=inputs.dt_bias,
-            lower_bound=inputs.lower_bound,
-            initial_state=inputs.initial_state,
-            final_state=state,
-            cu_seqlens=cu_seqlens,
-        )
-        return Result(out, state)
-
-    return call
-
-
 def _bind_fla(inputs: Inputs, final_state: torch.dtype | None) -> Call:
     """FLA's chunk_kda with all of it inside: gate and beta from logits, norms of q and k. States are fp32, [V, K]."""
     from fla.ops.kda import chunk_kda

@@ -225,7 +225,7 @@ def step_binder(
     def bind(inputs: Inputs, final_state: torch.dtype | None) -> Call:
         result = Result(inputs.new_out(), peers.new_final_state(inputs, final_state))
         arguments = peers.fwd_arguments(inputs, result)
-        options = {"step": str(step), "allow_unsafe": allow_unsafe, "precise": precise}
+        options = {"step": step, "allow_unsafe": allow_unsafe, "precise": precise}
 
         def call() -> Result:
             ops.fwd(*arguments, **options)
