@@ -39,6 +39,8 @@ EVERY_VIEW = {
     "exponent_errors": lambda recording: views.exponent_errors(recording, -0.5),
     "gates": lambda recording: views.gates(recording),
     "history": lambda recording: views.history(recording, 6),
+    "cycles": lambda recording: views.cycles(recording, 6),
+    "short_calls": lambda recording: views.short_calls(recording),
 }
 
 
@@ -75,6 +77,8 @@ def recording(tmp_path, monkeypatch):
     ladder["identical_keys"] = [equal | {"error_rms": 0.05}, equal | {"precise": True, "error_rms": 0.007}]
     gate = [{"form": "expf: 1 / (1 + expf(-x))", "median_ms": 0.26, "K": 128}]
     ladder["exponential"] = {"throughput": throughput, "gate": gate}
+    short = [{"case": "T 16", "step": 5, "median_ms": 0.0197}, {"case": "T 16", "peer": "fla", "median_ms": 0.044}]
+    ladder["short_calls"] = {"machine": {"gpu": "NVIDIA H200", "date": "2026-11-29"}, "rows": short}
     (tmp_path / "ladder.json").write_text(json.dumps(ladder))
     powers = [2.0**x for x in expforms.X]
     forms = {"arch": "sm_90a", "instructions": {}, "values": {"exp2f": np.float32(powers).tolist()}}
@@ -82,7 +86,10 @@ def recording(tmp_path, monkeypatch):
     change = {"kept": "yes", "change": "more stages", "shape": "H 96", "measured": "recurrence"}
     changes = [change | {"before_ms": 0.3, "after_ms": 0.2}, change | {"before_ms": None, "after_ms": 0.2}]
     changes.append(change | {"before_ms": None, "after_ms": None, "ratio": 1.03})
+    changes[0]["group"] = "copies"
+    in_cycles = {"method": "Clock readings.", "rows": [{"where": "in the loop", "what": "products", "cycles": 227}]}
     history = {"machine": "NVIDIA H200", "date": "2026-11-29", "method": "Medians.", "rows": changes}
+    history["cycles"] = in_cycles
     (tmp_path / "step6_history.json").write_text(json.dumps(history))
     monkeypatch.setattr(Recording, "ncu", lambda self, step: TWO if str(step)[0] == "5" else None)
     return recorded.load(tmp_path)
@@ -133,6 +140,8 @@ def test_reports_that_cannot_be_read_say_what_reads_them(recording, monkeypatch)
         ("exponent_errors", "exp2f is off by 0.28 ulp there and by 0.5 at most"),
         ("gates", "0.26"),
         ("history", "1.5"),
+        ("cycles", "227"),
+        ("short_calls", "19.7"),
     ],
 )
 def test_views_show_the_recording_s_numbers(recording, view, number):
@@ -140,7 +149,7 @@ def test_views_show_the_recording_s_numbers(recording, view, number):
     text = words(shown)
     assert number in text
     assert LABEL in getattr(shown, "alt", LABEL).replace("Recorded", "recorded"), "words alone must say where and when"
-    assert LABEL in text or view in ("timeline_explorer", "sass", "history"), text
+    assert LABEL in text or view in ("timeline_explorer", "sass", "history", "cycles"), text
 
 
 def test_another_report_changes_what_is_shown(recording, monkeypatch):
@@ -172,9 +181,11 @@ def test_measured_bytes_are_those_of_a_token_and_head(recording):
     assert views.moved(None, STEPS) == {}
 
 
-def test_a_history_can_be_of_one_kernel(recording):
+def test_a_history_can_be_of_one_kernel_and_of_one_idea(recording):
     assert "not measured" in repr(views.history(recording, 6, "prepare"))
-    assert "more stages" in repr(views.history(recording, 6, "recurrence"))
+    assert repr(views.history(recording, 6, "recurrence")).count("more stages") == 3
+    assert repr(views.history(recording, 6, "recurrence", "copies")).count("more stages") == 1
+    assert "not measured" in repr(views.history(recording, 6, "prepare", "copies"))
 
 
 def test_a_history_shows_a_ratio_only_where_there_is_one(recording):

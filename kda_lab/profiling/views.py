@@ -175,6 +175,21 @@ def race(recording: Recording | None, before: Step, after: Step) -> Html:
     return table(rows, columns, _ladder_caption(recording, "Medians"))
 
 
+def short_calls(recording: Recording | None) -> Html:
+    """What one call from Python takes on a few tokens, on the same tensors every time: the host's time, in µs."""
+    content = ((recording.ladder() if recording else None) or {}).get("short_calls")
+    if content is None:
+        return _words("Short calls from Python")
+    rows: dict[str, dict[str, Any]] = {}
+    for row in content["rows"]:
+        place = rows.setdefault(row["case"], {"case": row["case"]})
+        place[str(row.get("peer", row.get("step")))] = _times_as_much(row["median_ms"], 1e3)
+    columns = {"case": "Shape", **{str(step): f"{_name(step)}, µs" for step in (4, 5, 6)}, "flash_kda": "FlashKDA, µs"}
+    machine = content["machine"]
+    caption = f"One call from Python, medians, recorded on {machine['gpu']}, {machine['date']}"
+    return table([dict.fromkeys(columns) | row for row in rows.values()], columns, caption)
+
+
 def price_of_precise(recording: Recording | None, step: Step) -> Html:
     """A step without and with `precise`, on every shape where it was timed with it."""
     times, rows, end = recording.times() if recording else {}, [], ", precise"
@@ -282,10 +297,10 @@ def moved_bytes(recording: Recording | None, steps: Sequence[Step]) -> AltFigure
     return _labelled(fig, recording.label) if measured else fig
 
 
-def history(recording: Recording | None, step: Step, measured: str = "") -> Html:
+def history(recording: Recording | None, step: Step, measured: str = "", group: str = "") -> Html:
     """What was tried on a step or "exp_throughput", a change a row: timed on what, before, after, whether it stayed.
 
-    measured: only the changes timed on this, such as "prepare".
+    measured: only the changes timed on this, such as "prepare". group: only those of one idea, such as "clusters".
     """
     content = recording.history(step) if recording else None
     if content is None:
@@ -294,8 +309,22 @@ def history(recording: Recording | None, step: Step, measured: str = "") -> Html
     columns |= {} if measured else {"measured": "Timed"}
     columns |= {f"{word}_ms": f"{measured} {word}, ms".strip().capitalize() for word in ("before", "after")}
     columns["ratio"] = "Times as fast"
-    rows = [row | {"ratio": _ratio(row)} for row in content["rows"] if measured in ("", row["measured"])]
+    rows = [
+        row | {"ratio": _ratio(row)}
+        for row in content["rows"]
+        if measured in ("", row["measured"]) and group in ("", row.get("group"))
+    ]
     return table(rows, columns, f"{content['machine']}, {content['date']}. {content['method']}")
+
+
+def cycles(recording: Recording | None, step: Step) -> Html:
+    """What the parts of a step's chain take in cycles, where that was read while it was written."""
+    content = recording.history(step) if recording else None
+    found = (content or {}).get("cycles")
+    if content is None or found is None:
+        return _words(f"Cycles in the chain of step {step}")
+    caption = f"{content['machine']}, {content['date']}. {found['method']}"
+    return table(found["rows"], {"where": "Read", "what": "What", "cycles": "Cycles"}, caption)
 
 
 def _times_as_much(value: float | None, factor: float) -> float | None:
