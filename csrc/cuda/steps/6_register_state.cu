@@ -27,7 +27,7 @@
 //                H 96; INV by rows: 0.41; beta fetched ahead, and no spills (6 CTAs of 80 registers): 0.38
 //   launch       recurrence sets itself up while prepare drains (programmatic dependent launch); not measured apart
 // What did not pay: two chunks joined to one link of the chain, in prepare (36 % slower) or by warps of their own in
-// recurrence (0.308 to 0.370 ms at H 32: they take the chain's issue slots); ldmatrix and stmatrix in the place of
+// recurrence (0.308 to 0.37 ms at H 32: they take the chain's issue slots); ldmatrix and stmatrix in the place of
 // movmatrix (to 0.322: the chain waits for them); asking for the next barrier early (to 0.319); inverting in turn by
 // different warps; two accumulators in the chain (2 % of recurrence for 16 registers); addresses held in registers,
 // which spill (prepare at H 96 from 0.35 to 0.38 ms), or more registers and fewer CTAs (to 0.39 ms); prepare from the
