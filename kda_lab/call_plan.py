@@ -83,7 +83,7 @@ def _args_at(args: bytes, sizes: Sequence[int], order: Callable[..., Any], *addr
 
     `sizes` are the tensors' bytes; `order` brings addresses, followed by a 0, into the order of KdaArgs.
     """
-    if functools.reduce(operator.or_, addresses) & 15:
+    if not all(addresses) or functools.reduce(operator.or_, addresses) & 15:
         return None
     ends = sorted(map(operator.add, addresses, sizes))
     if any(map(operator.gt, ends, sorted(addresses)[1:])):  # two share memory; the long way says whether they may

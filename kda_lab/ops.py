@@ -121,8 +121,8 @@ def fwd(
         allow_unsafe,
         precise,
     )
-    if not (eager and _are_plain(given)):
-        _op(*values)
+    if not (eager and _are_plain(given)) or torch.jit.is_tracing():  # which a plan's guard tells by the dispatch keys
+        _dispatch(*values)
         return
     call = _run(*values)
     if call is not None:
@@ -130,7 +130,7 @@ def fwd(
 
 
 def _nothing_listens() -> bool:
-    """Whether no mode, transform or tracer stands between a call and its kernel.
+    """Whether no dispatch mode, transform or tracer stands between a call and its kernel.
 
     Plain tensors then need no dispatcher, which takes two thirds of what a call like one before costs without it.
     """
@@ -178,7 +178,7 @@ def forward(
     shape = (max(inputs.N, 0), inputs.H, inputs.V, inputs.K)
     final_state = torch.empty(shape, dtype=_F32 if state is None else state.dtype, device=inputs.q.device)
     out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-    _op(
+    _dispatch(
         inputs.q,
         inputs.k,
         inputs.v,
@@ -225,6 +225,13 @@ def check_lower_bound(
 _SCHEMA = """fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float scale, Tensor(a!) out, Tensor A_log,
     Tensor dt_bias, float lower_bound, Tensor? initial_state, Tensor(b!)? final_state, Tensor? cu_seqlens,
     str? step=None, int chunk=16, bool allow_unsafe=False, bool precise=False) -> ()"""
+
+
+def _dispatch(*args: Any) -> None:
+    """Calls the operator. To its kernel what torch.func.grad differentiates looks as if it required no grad."""
+    if not torch.compiler.is_compiling():
+        _check_grad(args)
+    _op(*args)
 
 
 def _fwd(*args: Any, **kwargs: Any) -> None:
@@ -290,6 +297,8 @@ def _run(
         if grad and x.requires_grad:
             raise _forward_only(name)
         begin = x.data_ptr()
+        if not begin and x.nbytes:
+            raise ValueError(f"{name} has no memory: its storage was resized to 0 bytes; give it its memory back first")
         spans[name] = begin, begin + x.nbytes
         if begin & 15 or not x.is_contiguous() or x.is_neg():
             if name in _WRITTEN:
@@ -359,12 +368,10 @@ def _extent(x: Tensor) -> int:
 
 def _fwd_fake(*args: Any, **_: Any) -> None:
     """Tracing: the operator returns nothing and its checks wait for real tensors, but two calls are refused at once."""
+    _check_grad(args)
     for argument, x in zip(_op._schema.arguments, args, strict=False):
-        if isinstance(x, Tensor):
-            if x.requires_grad and torch.is_grad_enabled():
-                raise _forward_only(argument.name)
-            if x.device != args[0].device:
-                raise _bad_tensor(argument.name, x, x.dtype, x.shape, args[0].device)
+        if isinstance(x, Tensor) and x.device != args[0].device:
+            raise _bad_tensor(argument.name, x, x.dtype, x.shape, args[0].device)
 
 
 @functools.lru_cache
@@ -413,6 +420,14 @@ def _forward_only(name: str) -> Exception:
         f"{name} requires grad, but kda_lab.fwd is forward-only: there is no backward. Call it under torch.no_grad() "
         f"or torch.inference_mode(), or pass {name}.detach()"
     )
+
+
+def _check_grad(args: tuple[Any, ...]) -> None:
+    """Refuses the operator's arguments if one of them requires grad."""
+    if torch.is_grad_enabled():
+        for argument, x in zip(_op._schema.arguments, args, strict=False):
+            if isinstance(x, Tensor) and x.requires_grad:
+                raise _forward_only(argument.name)
 
 
 def _state_dtype(name: str, state: Tensor) -> int:

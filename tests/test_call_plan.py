@@ -171,6 +171,20 @@ def test_other_addresses_are_checked_after_those_that_were_right(make_out, messa
     assert torch.equal(right, kda_lab.forward(inputs, step=5).out)
 
 
+@pytest.mark.parametrize("calls_before", [0, 2])
+@pytest.mark.parametrize("name", ["q", "out", "initial_state", "final_state", "cu_seqlens"])
+def test_a_tensor_that_lost_its_memory_is_refused(name, calls_before):
+    """As sharded training frees it: the tensor keeps its shape, and its address is that of an empty one, 0."""
+    inputs = kda_lab.make_inputs(**KINDS["packed"])
+    given = {"out": inputs.new_out(), "final_state": torch.empty_like(inputs.initial_state)}
+    given |= {key: getattr(inputs, key) for key in ops._GIVEN if key not in given}
+    for _ in range(calls_before):
+        kda_lab.fwd(**given, scale=inputs.scale, lower_bound=inputs.lower_bound)
+    given[name].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"{name} has no memory"):
+        kda_lab.fwd(**given, scale=inputs.scale, lower_bound=inputs.lower_bound)
+
+
 def test_the_final_state_is_checked_too():
     inputs = kda_lab.make_inputs(T=40, H=2, initial_state="fp32")
     expected = kda_lab.forward(inputs, step=5)

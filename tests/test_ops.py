@@ -291,6 +291,41 @@ def test_a_tracer_sees_an_eager_call():
     assert "kda_lab.fwd" in make_fx(call)(i.q, i.new_out()).code
 
 
+@pytest.mark.filterwarnings("ignore")  # that what Python decides is no part of a trace
+@pytest.mark.parametrize("calls_before", [0, 2])
+def test_a_jit_trace_holds_the_call(calls_before):
+    i = kda_lab.make_inputs(T=16, H=1, K=8, V=8)
+
+    def call(q):
+        out = torch.zeros_like(i.v)
+        kda_lab.fwd(*positional(i.with_(q=q), out))
+        return out
+
+    for _ in range(calls_before):
+        call(i.q)
+    traced = torch.jit.trace(call, (i.q,), check_trace=False)
+    assert torch.equal(traced(-i.q), call(-i.q))
+
+
+@pytest.mark.parametrize("calls_before", [0, 2])
+@pytest.mark.parametrize("how", ["fwd", "forward"])
+def test_a_transform_that_differentiates_is_refused(how, calls_before):
+    """Its wrapper requires grad, and what the operator's kernel gets does not: the gradient would be zeros."""
+    i = kda_lab.make_inputs(T=16, H=1, K=8, V=8)
+
+    def loss(q):
+        inputs, out = i.with_(q=q), i.new_out()
+        if how == "fwd":
+            kda_lab.fwd(*positional(inputs, out))
+            return out.float().sum()
+        return kda_lab.forward(inputs).out.float().sum()
+
+    for _ in range(calls_before):
+        loss(i.q)
+    with pytest.raises(NotImplementedError, match="q requires grad"):
+        torch.func.grad(loss)(i.q)
+
+
 def test_tensors_on_meta_and_elsewhere_are_refused():
     i = kda_lab.make_inputs(T=16, H=1, K=8, V=8)
     with pytest.raises(ValueError, match="all tensors must be on one device"):
