@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kda_lab import native, registry
+from kda_lab.profiling import recorded
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -87,6 +88,18 @@ def test_readme_table_is_rewritten_in_place():
     assert "a CPU, 2 threads, 2026-01-02, commit abc: B 1, T 2, H 3, K 4, V 5" in table
     text = f"before\n{module.BEGIN}\nold\n{module.END}\nafter"
     assert module.rewrite(text, "new") == f"before\n{module.BEGIN}\nnew\n{module.END}\nafter"
+
+
+def test_readme_table_of_a_recording_without_the_published_kernel(tmp_path):
+    module, shipped = readme_table(), recorded.load()
+    content = shipped.ladder()
+    for part in (content, content["short_calls"]):
+        part["rows"] = [row for row in part["rows"] if row.get("peer") != "flash_kda"]
+    (tmp_path / "ladder.json").write_text(json.dumps(content))
+    lines = module._recorded_table(recorded.load(tmp_path))
+    assert "FlashKDA not measured" in lines[-1].replace("\n", " ")
+    (shape,) = (line for line in lines if line.startswith("| T 8192, H 96 |"))
+    assert shape.endswith(" | not measured | not measured |")
 
 
 FAST_MATH = re.compile(

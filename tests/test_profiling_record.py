@@ -14,6 +14,8 @@ import torch
 from kda_lab import native, ops, peers, record, registry
 from kda_lab.inputs import Inputs, make_inputs
 from kda_lab.profiling import accuracy, evidence, ladder, machine
+from kda_lab.profiling.recorded import Recording
+from kda_lab.profiling.tools import ProfilingError
 
 CPU_STEPS = (0, 3, 5)
 
@@ -103,6 +105,26 @@ def test_short_calls_are_timed_on_one_set_of_tensors_under_their_machine(fake_gp
     assert [(row["step"], row["method"], len(row["samples_ms"])) for row in short["rows"]] == [(5, "same_tensors", 40)]
     assert len(used[5]) == 1 + 41 * ladder.SHORT_CALLS_PER_SAMPLE  # the check, a round for warming up, the samples
     assert len(set(used[5])) == 1
+
+
+def test_new_reports_are_not_labelled_with_the_machine_of_those_they_replace(tmp_path, monkeypatch):
+    for tool in ("nsys", "torch"):
+        (tmp_path / tool).mkdir()
+        (tmp_path / tool / "machine.json").write_text(json.dumps({"gpu": "an older one"}))
+
+    def profile(step, tool, out, **shape):
+        if tool == "nsys":
+            raise ProfilingError("no nsys")
+        out.mkdir(exist_ok=True)
+        path = out / f"{step}.gz"
+        path.write_bytes(b"")
+        return path
+
+    monkeypatch.setattr(evidence.collect, "profile", profile)
+    evidence.profiles(tmp_path, lambda line: None)
+    recording = Recording(tmp_path)
+    assert recording.machine_of("torch") == {}
+    assert recording.machine_of("nsys") == {"gpu": "an older one"}  # whose reports stay
 
 
 def test_precise_keys_have_rows_of_their_own(fake_gpu, tmp_path, monkeypatch):

@@ -104,8 +104,9 @@ def _shapes_table(recording: recorded.Recording) -> list[str]:
             continue
         name = case.replace(", fp32 state", "")
         step_5 = f"{times[5]:.2f}" if 5 in times else "cannot"
-        ratio = times["flash_kda"] / times[6]
-        lines.append(f"| {name} | {step_5} | {times[6]:.2f} | {times['flash_kda']:.2f} | {ratio:.2f} |")
+        published = times.get("flash_kda")
+        against = f"{published:.2f} | {published / times[6]:.2f}" if published else "not measured | not measured"
+        lines.append(f"| {name} | {step_5} | {times[6]:.2f} | {against} |")
     return [*lines, "", textwrap.fill(_short_calls(recording), 120)]
 
 
@@ -117,7 +118,10 @@ def _short_calls(recording: recorded.Recording) -> str:
     took = {row.get("step", row.get("peer")): row for row in short["rows"] if row["state"] == "fp32"}
     machine = short["machine"]
     names = {5: "step 5", 6: "step 6", "flash_kda": "FlashKDA"}
-    times = ", ".join(f"{name} {1e3 * took[key]['median_ms']:.1f} µs" for key, name in names.items())
+    times = ", ".join(
+        f"{name} {1e3 * took[key]['median_ms']:.1f} µs" if key in took else f"{name} not measured"
+        for key, name in names.items()
+    )
     return (
         f"A call from Python with {took[5]['case']}: {times}. Medians on the same tensors, {machine['gpu']}, "
         f"{machine['date']}; such a call is the host's time, and hosts differ."

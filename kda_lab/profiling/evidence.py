@@ -54,6 +54,7 @@ def profiles(out: Path, report: Callable[[str], None]) -> None:
                 path = collect.profile(step.number, tool, out / tool, **TEACHING_SHAPE)
                 if path.suffix != ".gz":
                     path = _pack(path)
+                (out / tool / "machine.json").unlink(missing_ok=True)  # of reports that this one takes the place of
                 report(f"{path.relative_to(out)}: {path.stat().st_size / 1e3:.0f} kB")
             except ProfilingError as error:
                 report(f"{tool} {step.name}: not measured. {error}")
