@@ -104,7 +104,8 @@ def fwd(
     if eager:
         states = (initial_state is None, final_state is None, final_state is initial_state)
         inference = torch.is_inference_mode_enabled()
-        kind = (scale, lower_bound, step, allow_unsafe, precise, states, cu_seqlens is None, inference)
+        shape = getattr(q, "shape", None)  # shapes that take turns, as prompts and single tokens do, keep their plans
+        kind = (scale, lower_bound, step, allow_unsafe, precise, states, cu_seqlens is None, inference, shape)
         plan = call_plan.find(kind)
         if plan is not None and plan.run(given, _check_offsets):
             return

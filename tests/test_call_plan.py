@@ -56,6 +56,18 @@ def test_the_second_call_is_not_checked_at_length_and_is_right(kind, monkeypatch
         assert final is None or torch.equal(final, right.final_state)
 
 
+def test_shapes_that_take_turns_keep_their_plans(monkeypatch):
+    prompt, token = (kda_lab.make_inputs(T=T, H=2, initial_state="fp32") for T in (40, 1))
+    expected = {id(inputs): kda_lab.forward(inputs, step=5) for inputs in (prompt, token)}
+    for inputs in (prompt, token):
+        call(inputs)
+    monkeypatch.setattr(ops, "_run", None)
+    for inputs in (prompt, token, token, prompt):
+        out, final = call(inputs)
+        assert torch.equal(out, expected[id(inputs)].out)
+        assert torch.equal(final, expected[id(inputs)].final_state)
+
+
 def test_a_state_is_updated_in_place(monkeypatch):
     first, second = (kda_lab.make_inputs(T=40, H=2, initial_state="fp32", seed=seed) for seed in (1, 2))
     call(first)
