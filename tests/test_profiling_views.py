@@ -122,6 +122,18 @@ def test_figures_state_their_finding():
         fig.canvas.draw()  # with every label laid out
 
 
+def test_the_floor_by_cuda_cores_counts_until_it_is_broken():
+    at, fast = (roofline.point("5", TWO, flops) for flops in (8e9, 2e10))  # floors of 160 and 400 µs; it took 300
+    assert "5 takes 1.88 times its floor by CUDA cores" in figures.floors_figure([at], CEILINGS).alt
+    assert "5 takes 2 times its floor by memory" in figures.floors_figure([fast], CEILINGS).alt
+
+
+def test_a_kernel_that_mostly_issues_is_said_to():
+    stall = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+    busy = report(launch("prepare", 200e3, 0, 0, **{stall.format("selected"): 9.0}))
+    assert "in 5, no wait is longer than the issuing" in figures.stall_figure({"5": busy}, "prepare").alt
+
+
 def test_figures_of_nothing_say_not_measured():
     for fig in (
         figures.roofline_figure([], CEILINGS),

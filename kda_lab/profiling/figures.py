@@ -141,9 +141,9 @@ def floors_figure(points: Sequence[Point], ceilings: Mapping[str, Any], title: s
                 axes.plot(
                     1e6 * allowed[kind], y, marker, color=colour, markersize=9, linestyle="none", label=label, zorder=2
                 )
-        nearest = max(
-            (kind for kind in kinds if allowed[kind] and kind != "CUDA cores"), key=lambda kind: allowed[kind]
-        )
+        # Products on tensor cores may break the floor by CUDA cores; then it is none.
+        standing = [kind for kind in kinds if allowed[kind] and (kind != "CUDA cores" or allowed[kind] <= at.time_s)]
+        nearest = max(standing, key=lambda kind: allowed[kind])
         findings.append(f"{at.name} takes {at.time_s / allowed[nearest]:.3g} times its floor by {nearest}")
     names = [f"{at.name}\n{number(1e6 * at.time_s)} µs" for at in points]  # beside the bars: a marker may be anywhere
     axes.set(yticks=range(len(points)), yticklabels=names, xlabel="µs (log scale)", title=title)
@@ -179,7 +179,7 @@ def stall_figure(reports: Mapping[str, Report], kernel: str, top: int = 6, title
     axes.margins(x=0.1)
     _legend(axes)
     _clean(axes)
-    words = [f"in {name}, warps mostly wait for {next(iter(stalls))}" for name, stalls in found.items()]
+    words = [f"in {name}, {_stall_words(next(iter(stalls)))}" for name, stalls in found.items()]
     fig.alt = f"What warps of {kernel} wait for: {'; '.join(words) or 'not measured'}."
     return fig
 
@@ -209,6 +209,11 @@ def occupancy_figure(reports: Mapping[str, Report], title: str = "") -> AltFigur
     words = [f"{kernel} of {name} reaches {o['reached']:.0f} %, {_limit_words(o)}" for name, kernel, o in kernels]
     fig.alt = f"Occupancy: {'; '.join(words) or 'not measured'}."
     return fig
+
+
+def _stall_words(longest: str) -> str:
+    issues = longest == metrics.STALLS["selected"]
+    return "no wait is longer than the issuing" if issues else f"warps mostly wait for {longest}"
 
 
 def _limit_words(occupancy: Mapping[str, Any]) -> str:
