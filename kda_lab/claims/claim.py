@@ -74,7 +74,7 @@ class Finding:
 
     @property
     def source(self) -> str:
-        return "; ".join(self.sources)
+        return "; ".join(dict.fromkeys(self.sources))  # each once
 
 
 @dataclasses.dataclass(frozen=True)

@@ -326,7 +326,9 @@ def occupancy_for_spills(
         return conditional(because, "a limit low enough to make the compiler spill; these do not")
     gain = 1 - min(spilling) / prepare_us_free
     if gain > spread:
-        return confirmed(f"{because} It pays: {gain:.1%}, where rounds agree within {spread:.1%}.")
+        loss = max(spilling) / prepare_us_free - 1
+        few = f"few bytes spill: the other limit loses {loss:.0%}" if loss > spread else ""
+        return confirmed(f"{because} It pays: {gain:.1%}, where rounds agree within {spread:.1%}.", few)
     if gain < -spread:
         return refuted(f"{because} It does not pay: {-gain:.1%} slower at best.")
     excluded = f"the same within {spread:.1%}, so no more than {gain + spread:.1%} can be gained"
