@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kda_lab import annotate, arguments, call_plan, native, registry
 from kda_lab.native.library import BF16, F32, I32, I64, NONE, KdaArgs
@@ -87,7 +88,8 @@ def fwd(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: a shape, device, layout, offset or bound is wrong; the message says what is expected.
-        NotImplementedError: the step cannot do this on this device, or an input requires grad (there is no backward).
+        NotImplementedError: the step cannot do this on this device, or an input requires grad or has a tangent (there
+            is no derivative, backward or forward).
     """
     if type(scale) is not float:
         scale = arguments.number("scale", scale)
@@ -131,7 +133,7 @@ def fwd(
 
 
 def _nothing_listens() -> bool:
-    """Whether no dispatch mode, transform or tracer stands between a call and its kernel.
+    """Whether no dispatch mode, transform, tracer or forward-mode derivative stands between a call and its kernel.
 
     Plain tensors then need no dispatcher, which takes two thirds of what a call like one before costs without it.
     """
@@ -139,6 +141,7 @@ def _nothing_listens() -> bool:
         torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
     )
 
 
@@ -424,11 +427,16 @@ def _forward_only(name: str) -> Exception:
 
 
 def _check_grad(args: tuple[Any, ...]) -> None:
-    """Refuses the operator's arguments if one of them requires grad."""
-    if torch.is_grad_enabled():
-        for argument, x in zip(_op._schema.arguments, args, strict=False):
-            if isinstance(x, Tensor) and x.requires_grad:
-                raise _forward_only(argument.name)
+    """Refuses the operator's arguments if one of them requires grad, or is to be differentiated in forward mode."""
+    grad, dual = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    for argument, x in zip(_op._schema.arguments, args, strict=False):
+        if grad and isinstance(x, Tensor) and x.requires_grad:
+            raise _forward_only(argument.name)
+        if dual and isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{argument.name} has a tangent, but kda_lab.fwd has no derivative in forward mode: pass its primal, "
+                "torch.autograd.forward_ad.unpack_dual(x).primal"
+            )
 
 
 def _state_dtype(name: str, state: Tensor) -> int:

@@ -41,12 +41,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("no CUDA GPU here; recorded numbers come from one (kda-lab ladder shows those that ship)")
-    record(options.out, options.only, quick=options.quick)
+    try:
+        record(options.out, options.only, quick=options.quick)
+    except FileExistsError as error:
+        parser.error(str(error))
     return 0
 
 
 def record(out: Path, parts: Iterable[str] = PARTS, *, quick: bool = False) -> dict[str, Any]:
-    """Runs the parts, prints what it finds and returns what it wrote to out/ladder.json."""
+    """Runs the parts, prints what it finds and returns what it wrote to out/ladder.json.
+
+    Raises FileExistsError when only some parts were to take the place of a recording that may have all of them.
+    """
+    parts = set(parts)
+    if (out / "ladder.json").exists() and (quick or parts != set(PARTS)):
+        raise FileExistsError(
+            f"{out} holds a recording, and a part of one would take its place: give --out another folder, or remove "
+            f"{out / 'ladder.json'}"
+        )
     out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     library = native.load("cuda")

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import kda_lab
 from kda_lab import call_plan, ops, reference, registry
@@ -324,6 +325,33 @@ def test_a_transform_that_differentiates_is_refused(how, calls_before):
         loss(i.q)
     with pytest.raises(NotImplementedError, match="q requires grad"):
         torch.func.grad(loss)(i.q)
+
+
+@pytest.mark.parametrize("calls_before", [0, 2])
+@pytest.mark.parametrize("how", ["dual", "jvp"])
+def test_a_derivative_in_forward_mode_is_refused(how, calls_before):
+    """Its tangent would be lost, and a derivative of zero came back."""
+    i = kda_lab.make_inputs(T=16, H=1, K=8, V=8)
+
+    def out(k):
+        inputs, out = i.with_(k=k), i.new_out()
+        kda_lab.fwd(*positional(inputs, out))
+        return out
+
+    for _ in range(calls_before):
+        out(i.k)
+    tangent = torch.ones_like(i.k)
+
+    def differentiate():
+        if how == "jvp":
+            return torch.func.jvp(out, (i.k,), (tangent,))
+        with forward_ad.dual_level():
+            return out(forward_ad.make_dual(i.k, tangent))
+
+    with pytest.raises(NotImplementedError, match="k has a tangent"):
+        differentiate()
+    with forward_ad.dual_level():  # with no tangent there is nothing to lose
+        assert torch.equal(out(i.k), kda_lab.forward(i).out)
 
 
 def test_tensors_on_meta_and_elsewhere_are_refused():

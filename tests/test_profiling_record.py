@@ -127,6 +127,17 @@ def test_new_reports_are_not_labelled_with_the_machine_of_those_they_replace(tmp
     assert recording.machine_of("nsys") == {"gpu": "an older one"}  # whose reports stay
 
 
+def test_a_part_does_not_take_the_place_of_a_whole_recording(fake_gpu, tmp_path, capsys):
+    record.record(tmp_path, ["golden"])
+    before = (tmp_path / "ladder.json").read_bytes()
+    with pytest.raises(FileExistsError, match="another folder"):
+        record.record(tmp_path, ["ceilings"])
+    with pytest.raises(SystemExit):
+        record.main(["--out", str(tmp_path), "--quick"])
+    assert "a part of one would take its place" in capsys.readouterr().err
+    assert (tmp_path / "ladder.json").read_bytes() == before
+
+
 def test_precise_keys_have_rows_of_their_own(fake_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(ladder, "TENSOR_CORE_STEP", 3)
     monkeypatch.setattr(ladder, "PRECISE_STEP", 5)
