@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 import kda_lab
-from kda_lab import annotate, native, ops
+from kda_lab import annotate, call_plan, native, ops
 
 
 def microseconds(call: Callable[[], object]) -> float:
@@ -41,7 +41,7 @@ def main(device: str) -> None:
         (*plain, final.zero_(), final),
         (*arguments(packed), None, None, packed.cu_seqlens),
     )
-    others = itertools.cycle([arguments(inputs) for _ in range(100)])  # outs in turn: more than a plan remembers
+    others = itertools.cycle([arguments(inputs) for _ in range(call_plan.MOST_ADDRESSES + 1)])  # outs in turn
     print(f"T 16, H 32, {device}, torch {torch.__version__}; microseconds a call")
     for label, call in {
         "an operator that does nothing": lambda: torch.ops.kda_lab_nothing.fwd(*plain, None, None, None),

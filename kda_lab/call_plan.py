@@ -40,7 +40,7 @@ _increment_version = torch.autograd.graph.increment_version
 _POINTERS = struct.Struct("11P")  # of KdaArgs, from q to cu_seqlens
 _OUT, _INITIAL, _FINAL, _OFFSETS = range(7, 11)  # the places of tensors among them
 _MOST = 64  # plans kept
-_MOST_ADDRESSES = 512  # sets of addresses kept in each, under 1 KB apiece: more than a model has layers
+MOST_ADDRESSES = 512  # sets of addresses kept in each, under 1 KB apiece: more than a model has layers
 _ALIGNMENT = 256  # of a workspace
 
 _plans: dict[Hashable, Plan] = {}
@@ -142,7 +142,7 @@ def remember(key: Hashable, given: Sequence[Tensor | None], library: native.Libr
     _plans[key] = Plan(
         tensors_of=operator.itemgetter(*places),
         guard=_make_guard(*tensors).check,
-        args_at=functools.lru_cache(_MOST_ADDRESSES)(args_at),
+        args_at=functools.lru_cache(MOST_ADDRESSES)(args_at),
         library=library,
         step=step,
         T=args.T,

@@ -430,9 +430,11 @@ def _check_grad(args: tuple[Any, ...]) -> None:
     """Refuses the operator's arguments if one of them requires grad, or is to be differentiated in forward mode."""
     grad, dual = torch.is_grad_enabled(), forward_ad._current_level >= 0
     for argument, x in zip(_op._schema.arguments, args, strict=False):
-        if grad and isinstance(x, Tensor) and x.requires_grad:
+        if not isinstance(x, Tensor):
+            continue
+        if grad and x.requires_grad:
             raise _forward_only(argument.name)
-        if dual and isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+        if dual and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
                 f"{argument.name} has a tangent, but kda_lab.fwd has no derivative in forward mode: pass its primal, "
                 "torch.autograd.forward_ad.unpack_dual(x).primal"

@@ -12,7 +12,7 @@ Parts, in the order they run:
                  kernel's time by CUDA events with no profiler attached
 
 It writes DIR/ladder.json (also after each shape, so that a run cut short keeps what it measured) and, beside it, the
-reports of `profiles` and `sass` with a machine.json (a tool's folder may hold one of its own). Put DIR at
+reports of `profiles` and `sass` with a machine.json (nsys/ and torch/ may hold one of their own). Put DIR at
 kda_lab/data/recorded/<gpu> to ship it.
 """
 

@@ -218,7 +218,7 @@ def test_inputs_may_share_memory():
 
 
 def test_more_addresses_than_are_remembered(monkeypatch):
-    monkeypatch.setattr(call_plan, "_MOST_ADDRESSES", 2)
+    monkeypatch.setattr(call_plan, "MOST_ADDRESSES", 2)
     calls = [kda_lab.make_inputs(T=17, H=1, seed=seed) for seed in range(5)]
     expected = [kda_lab.forward(inputs, step=5).out for inputs in calls]
     call(calls[0])

@@ -21,6 +21,15 @@ def positional(i: Inputs, out: torch.Tensor, *rest: torch.Tensor | None) -> tupl
     return (i.q, i.k, i.v, i.g, i.beta, i.scale, out, i.A_log, i.dt_bias, i.lower_bound, *rest)
 
 
+def output(i: Inputs, how: str = "fwd") -> torch.Tensor:
+    """What `fwd` writes into a new tensor, or what `forward` returns."""
+    if how == "forward":
+        return kda_lab.forward(i).out
+    out = i.new_out()
+    kda_lab.fwd(*positional(i, out))
+    return out
+
+
 def randn(B: int, T: int, H: int, D: int = 128) -> Inputs:
     """Inputs as published examples draw them: everything from a normal distribution."""
     torch.manual_seed(0)
@@ -315,11 +324,7 @@ def test_a_transform_that_differentiates_is_refused(how, calls_before):
     i = kda_lab.make_inputs(T=16, H=1, K=8, V=8)
 
     def loss(q):
-        inputs, out = i.with_(q=q), i.new_out()
-        if how == "fwd":
-            kda_lab.fwd(*positional(inputs, out))
-            return out.float().sum()
-        return kda_lab.forward(inputs).out.float().sum()
+        return output(i.with_(q=q), how).float().sum()
 
     for _ in range(calls_before):
         loss(i.q)
@@ -334,9 +339,7 @@ def test_a_derivative_in_forward_mode_is_refused(how, calls_before):
     i = kda_lab.make_inputs(T=16, H=1, K=8, V=8)
 
     def out(k):
-        inputs, out = i.with_(k=k), i.new_out()
-        kda_lab.fwd(*positional(inputs, out))
-        return out
+        return output(i.with_(k=k))
 
     for _ in range(calls_before):
         out(i.k)

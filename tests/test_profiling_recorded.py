@@ -52,6 +52,9 @@ def test_reports_of_another_day_keep_their_label_and_are_not_compared_with_the_r
     assert recording.label_of("nsys") == recording.label == "recorded on NVIDIA H200, 2026-11-29"
     assert "2026-11-28" in views.timeline(recording, 5, "torch").alt
     assert by_torch().get(kernel) is None
+    assert any(row["nsys_us"] for row in recording.agreement(5))
+    (recording.folder / "nsys/machine.json").write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-11-28"}))
+    assert not any(row["nsys_us"] for row in recording.agreement(5))
 
 
 def test_reports_are_found_by_number_slug_or_name(recording):

@@ -59,30 +59,31 @@ class Recording:
         return self._json("machine.json") or {}
 
     def machine_of(self, tool: str) -> dict[str, Any]:
-        """The machine of a tool's reports: its own where they were not recorded with the rest."""
+        """The machine of the timelines of "nsys" or "torch": its own where they were not recorded with the rest."""
         return self._json(f"{tool}/machine.json") or self.machine
 
     @property
     def label(self) -> str:
         """What a number of a report must be shown with."""
-        return self._label(self.machine)
+        return self.label_for(self.machine)
 
     def label_of(self, tool: str) -> str:
-        """The same for one tool's reports."""
-        return self._label(self.machine_of(tool))
+        """The same for the timelines of "nsys" or "torch"."""
+        return self.label_for(self.machine_of(tool))
 
     @property
     def ladder_label(self) -> str:
         """What a number of ladder.json must be shown with: it may be of another day than the reports."""
-        return self._label((self.ladder() or {}).get("machine") or self.machine)
+        return self.label_for((self.ladder() or {}).get("machine") or self.machine)
 
     @property
     def exp_forms_label(self) -> str:
         """What a number of exp_forms.json must be shown with; "not measured" where there is none."""
         content = self.exp_forms()
-        return "not measured" if content is None else self._label(content.get("machine") or self.machine)
+        return "not measured" if content is None else self.label_for(content.get("machine") or self.machine)
 
-    def _label(self, machine: dict[str, Any]) -> str:
+    def label_for(self, machine: dict[str, Any]) -> str:
+        """What a number measured on this machine must be shown with."""
         return f"recorded on {machine.get('gpu', self.folder.name)}, {machine.get('date', 'date unknown')}"
 
     def ladder(self) -> dict[str, Any] | None:
@@ -165,12 +166,9 @@ class Recording:
             report = self.ncu(step)
         except ToolMissing:
             report = None
-        timelines = {
-            "nsys": self.nsys(step),
-            "torch": self.torch(step) if self.machine_of("torch") == self.machine else None,
-        }
         measured: dict[str, dict[str, float]] = {"events": dict(events)}
-        for tool, timeline in timelines.items():
+        for tool in ("nsys", "torch"):
+            timeline = getattr(self, tool)(step) if self.machine_of(tool) == self.machine else None
             measured[tool] = {row["Kernel"]: row["AvgValue"] for row in timeline.rows()} if timeline else {}
         by_ncu = metrics.kernels(report) if report else []
         measured["ncu"] = {row["kernel"]: row["time_us"] for row in by_ncu if row["time_us"] is not None}

@@ -44,7 +44,7 @@ def timeline_explorer(recording: Recording | None, step: Step) -> Any:
     found = recording.nsys(step) if recording else None
     if found is None:
         return _words(f"Timeline of step {step}")
-    return explorer.timeline_explorer(found, f"{_name(step)}, {recording.label}")
+    return explorer.timeline_explorer(found, f"{_name(step)}, {recording.label_of('nsys')}")
 
 
 def counters(recording: Recording | None, step: Step) -> Html:
@@ -185,8 +185,7 @@ def short_calls(recording: Recording | None) -> Html:
         place = rows.setdefault(row["case"], {"case": row["case"]})
         place[str(row.get("peer", row.get("step")))] = _times_as_much(row["median_ms"], 1e3)
     columns = {"case": "Shape", **{str(step): f"{_name(step)}, µs" for step in (4, 5, 6)}, "flash_kda": "FlashKDA, µs"}
-    machine = content["machine"]
-    caption = f"One call from Python, medians, recorded on {machine['gpu']}, {machine['date']}"
+    caption = f"One call from Python, medians, {recording.label_for(content['machine'])}"
     return table([dict.fromkeys(columns) | row for row in rows.values()], columns, caption)
 
 

@@ -603,7 +603,7 @@ __device__ __forceinline__ void decay_state(float (&S_reg)[D / 8][4], const floa
 //   [U^T O^T] = V^T [INV_beta; P]^T + S [-w; q']^T        rows v, columns the 16 tokens of each
 //   S         = S diag(decay) + U^T k_restored
 // `out` as in write_output. Whatever a warp does between two products lengthens the chain, so the output of a chunk is
-// written during the next one, while loads are under way, and lengths are 32 bits (2^31 tokens fill no GPU's memory).
+// written during the next one, while loads are under way, and lengths are 32 bits (no GPU holds 2^31 tokens).
 template <int D, int WARPGROUPS, int CLUSTER, bool PRECISE>
 __device__ __forceinline__ void consume(RecurrenceSmem<D, WARPGROUPS, PRECISE>& smem, float (&S_reg)[D / 8][4],
                                         bf16* out, int length, unsigned row_pitch) {
