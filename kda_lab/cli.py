@@ -277,13 +277,12 @@ def _doctor(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from kda_lab import registry
 
-    paths = []
-    for name in (args.before, args.after):
-        step = registry.get(name, args.device)
-        paths.append(step.source[args.device])
-    before, after = (path.read_text(encoding="utf-8").splitlines() for path in paths)
+    sources = [registry.get(name, args.device).sources[args.device] for name in (args.before, args.after)]
+    before, after = (
+        [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()] for paths in sources
+    )
     colours = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"} if sys.stdout.isatty() else {}
-    for line in difflib.unified_diff(before, after, paths[0].name, paths[1].name, lineterm=""):
+    for line in difflib.unified_diff(before, after, *(paths[0].name for paths in sources), lineterm=""):
         print(f"{colours[line[0]]}{line}\033[0m" if line[:1] in colours else line)
     return 0
 

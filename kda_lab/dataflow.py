@@ -66,7 +66,10 @@ class Residency:
 
 
 def moves(step: int | str, chunk: int = 16, head_size: int = 128) -> list[Move]:
-    """What the kernels of a CUDA step move, in order, in bytes a token and head (no states)."""
+    """What the kernels of a CUDA step move, in order, in bytes a token and head (no states).
+
+    For more tokens than one chunk a sequence, which step 6 fuses.
+    """
     number, C, D = registry.get(step, "cuda").number, chunk, head_size
     row, row_fp32, beta, triangle = D * BF16, D * FP32, BF16, (C + 1) / 2 * FP32
     image = _image_bytes(C, D) / C
@@ -204,7 +207,7 @@ def _shared(pieces: dict[str, int]) -> list[Piece]:
 
 def _constant(step: int, name: str) -> int:
     """A constexpr int of a step's source, so that the layout moves with the kernel it describes."""
-    text = registry.get(step, "cuda").source["cuda"].read_text(encoding="utf-8")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in registry.get(step, "cuda").sources["cuda"])
     return int(re.search(rf"constexpr int {name} = (\d+);", text)[1])
 
 

@@ -26,7 +26,7 @@ class Step:
     compute_capability: int  # the only one it runs on, on CUDA: 90 for 9.0; 0: 8.0 and newer
     chunks: dict[str, tuple[int, ...]]  # chunk sizes in tokens; empty where the step has no chunks
     exponent_budget: dict[str, float]  # largest |lower_bound| * chunk it can represent; 0: no such limit
-    source: dict[str, Path]  # the step's one file in csrc
+    sources: dict[str, tuple[Path, ...]]  # its file in csrc, then the parts it includes from the folder of its name
 
     @property
     def name(self) -> str:
@@ -52,10 +52,16 @@ def steps() -> tuple[Step, ...]:
                 compute_capability=step.compute_capability,
                 chunks={device: reported.chunks for device, reported in here.items()},
                 exponent_budget={device: reported.exponent_budget for device, reported in here.items()},
-                source={device: csrc / device / "steps" / f"{step.name}{_SUFFIX[device]}" for device in step.devices},
+                sources={device: _sources(csrc, device, step) for device in step.devices},
             )
         )
     return tuple(ladder)
+
+
+def _sources(csrc: Path, device: str, step: native.LibraryStep) -> tuple[Path, ...]:
+    folder = csrc / device / "steps"
+    name = f"{step.number}_{step.slug}"
+    return (folder / f"{name}{_SUFFIX[device]}", *sorted((folder / name).glob("*.cuh")))
 
 
 def get(step: int | str | Step | None, device: str = "cpu") -> Step:

@@ -141,11 +141,10 @@ def table(rows: Iterable[Any], columns: Mapping[str, str] | None = None, caption
 def source(step: int | str, stage: str, device: str = "cpu", mark: str | None = None) -> Html:
     """One function of a step, read from the file that is compiled, with its line numbers.
 
-    `stage` is a function's name in that file (a stage such as "activate_gate", or "forward"); lines that contain `mark`
-    are marked. Raises ValueError when the step has no such function or no source for `device`.
+    `stage` is the name of a function of the step, such as "activate_gate" or "forward"; lines that contain `mark` are
+    marked. Raises ValueError when the step has no such function or no source for `device`.
     """
-    path = _source_path(step, device)
-    first, lines = find_function(path, stage)
+    path, first, lines = find_function(_sources(step, device), stage)
     return _listing(lines, first, f"{path.name}, line {first}", "c++", mark)
 
 
@@ -162,11 +161,12 @@ def diff(before: int | str, after: int | str, stage: str | None = None, device: 
     The comment at the top of a file, its manual, is left out; so are unchanged lines, but for `context` of them around
     every change. Lines that differ in white space only count as unchanged.
     """
-    paths = [_source_path(step, device) for step in (before, after)]
+    sources = [_sources(step, device) for step in (before, after)]
     if stage is None:
-        (first_a, a), (first_b, b) = map(_without_manual, paths)
+        (at_a, a), (at_b, b) = map(_without_manual, sources)
     else:
-        (first_a, a), (first_b, b) = (find_function(path, stage) for path in paths)
+        (_, first_a, a), (_, first_b, b) = (find_function(paths, stage) for paths in sources)
+        at_a, at_b = (range(first, first + len(lines)) for first, lines in ((first_a, a), (first_b, b)))
     rows: list[tuple[str, int | None, int | None, str]] = []
     end = 0
     words = ([" ".join(line.split()) for line in lines] for lines in (a, b))
@@ -175,16 +175,17 @@ def diff(before: int | str, after: int | str, stage: str | None = None, device: 
             rows.append(("skipped", None, None, f"… {_lines(skipped)} unchanged"))
         for tag, a0, a1, b0, b1 in group:
             if tag == "equal":
-                rows += [("equal", first_a + i, first_b + b0 + i - a0, a[i]) for i in range(a0, a1)]
+                rows += [("equal", at_a[i], at_b[b0 + i - a0], a[i]) for i in range(a0, a1)]
             else:
-                rows += [("removed", first_a + i, None, a[i]) for i in range(a0, a1)]
-                rows += [("added", None, first_b + i, b[i]) for i in range(b0, b1)]
+                rows += [("removed", at_a[i], None, a[i]) for i in range(a0, a1)]
+                rows += [("added", None, at_b[i], b[i]) for i in range(b0, b1)]
         end = group[-1][2]
     if rows and (skipped := len(a) - end):
         rows.append(("skipped", None, None, f"… {_lines(skipped)} unchanged"))
     counts = {kind: sum(row[0] == kind for row in rows) for kind in ("removed", "added")}
     where = f" in {stage}" if stage else ""
-    caption = f"{paths[0].name} → {paths[1].name}{where}: {_lines(counts['removed'])} removed, {counts['added']} added"
+    names = " → ".join(paths[0].name for paths in sources)
+    caption = f"{names}{where}: {_lines(counts['removed'])} removed, {counts['added']} added"
     signs = {"removed": "-", "added": "+", "equal": " "}
     colour = _highlighter("c++")
     markup, text = [], []
@@ -199,26 +200,29 @@ def diff(before: int | str, after: int | str, stage: str | None = None, device: 
     return _code_block(caption, markup, text)
 
 
-def find_function(path: Path, name: str) -> tuple[int, list[str]]:
-    """(first line's number, lines) of a C++ function's definition, with the comment and template line above it.
+def find_function(paths: Sequence[Path], name: str) -> tuple[Path, int, list[str]]:
+    """(file, first line's number, lines) of a C++ function's definition, with the comment and template line above it.
 
-    Raises ValueError naming the functions that the file does define.
+    Raises ValueError naming the functions that the files do define.
     """
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
-    code = _blank_comments(text)
-    for match in re.finditer(rf"\b{re.escape(name)}\s*\(", code):
-        span = _definition(code, match.end() - 1)
-        if span is None:
-            continue
-        first = code.count("\n", 0, match.start())
-        last = code.count("\n", 0, span)
-        while first > 0 and not re.fullmatch(r"\s*|#.*|.*[;}]\s*|namespace.*", lines[first - 1]):
-            first -= 1
-        return first + 1, lines[first : last + 1]
-    names = [m[1] for m in re.finditer(r"\b(\w+)\s*\(", code) if _definition(code, m.end() - 1) is not None]
-    known = ", ".join(dict.fromkeys(n for n in names if n not in {"if", "for", "while", "switch", "catch"}))
-    raise ValueError(f"{path.name} defines no function {name!r}; it defines {known}")
+    defined: list[str] = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        code = _blank_comments(text)
+        for match in re.finditer(r"\b(\w+)\s*\(", code):
+            span = _definition(code, match.end() - 1)
+            if span is None or match[1] in ("if", "for", "while", "switch", "catch"):
+                continue
+            if match[1] != name:
+                defined.append(match[1])
+                continue
+            first = code.count("\n", 0, match.start())
+            last = code.count("\n", 0, span)
+            while first > 0 and not re.fullmatch(r"\s*|#.*|.*[;}]\s*|namespace.*", lines[first - 1]):
+                first -= 1
+            return path, first + 1, lines[first : last + 1]
+    raise ValueError(f"{paths[0].name} defines no function {name!r}; it defines {', '.join(dict.fromkeys(defined))}")
 
 
 def _definition(code: str, paren: int) -> int | None:
@@ -243,22 +247,29 @@ def _blank_comments(text: str) -> str:
     return re.sub(pattern, lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.DOTALL)
 
 
-def _without_manual(path: Path) -> tuple[int, list[str]]:
-    """(first line's number, lines) of a source file from its first line that is no comment."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    first = next((i for i, line in enumerate(lines) if not line.startswith("//")), 0)
-    return first + 1, lines[first:]
+def _without_manual(paths: Sequence[Path]) -> tuple[list[int], list[str]]:
+    """The lines of a step's file from its first that is no comment, then those of its parts; and their numbers."""
+    numbers: list[int] = []
+    found: list[str] = []
+    for path in paths:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        first = next((i for i, line in enumerate(lines) if not line.startswith("//")), 0)
+        numbers += range(first + 1, len(lines) + 1)
+        found += lines[first:]
+    return numbers, found
 
 
 def _lines(count: int) -> str:
     return "1 line" if count == 1 else f"{count} lines"
 
 
-def _source_path(step: int | str, device: str) -> Path:
+def _sources(step: int | str, device: str) -> tuple[Path, ...]:
     found = registry.get(step, device)
-    if device not in found.source:
-        raise ValueError(f"step {found.number} ({found.slug}) has no {device} source; it has {', '.join(found.source)}")
-    return found.source[device]
+    if device not in found.sources:
+        raise ValueError(
+            f"step {found.number} ({found.slug}) has no {device} source; it has {', '.join(found.sources)}"
+        )
+    return found.sources[device]
 
 
 def _field_names(row: Any) -> list[str]:

@@ -6,10 +6,11 @@ The shapes cover tails, batches, packed sequences with empty ones, and states of
 PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor is an allocation of its own and a step beyond its end is seen.
 
 Reports that are known (step 6, CUDA 13.0, H200): memcheck and synccheck have none. racecheck has 12, all in the variant
-in which the two CTAs of a head share their copies, and all of one kind: a stage of the ring is filled while the chunk
-before is read from it. Both sides meet at the stage's barrier, which wants 4 arrivals of this CTA and 4 of the other;
-the tool says nothing where all come from one CTA, so it seems to miss the other's. initcheck reports copies of results
-to the host if --kernel-name leaves out torch's kernels, which wrote them.
+in which the two CTAs of a head are a cluster and share their copies, and all of one kind: a stage of the ring is filled
+while the chunk before is read from it, though both sides meet at the stage's barrier. The same 12 come from a build in
+which a cluster's CTAs copy everything themselves and never touch each other, so that all arrivals and bytes are a CTA's
+own; launched without clusters, the same barriers give no report. So the tool does not follow barriers in a cluster.
+initcheck reports copies of results to the host if --kernel-name leaves out torch's kernels, which wrote them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from kda_lab.inputs import make_inputs
 
 SHAPES = (
     {"B": 1, "T": 1, "H": 1},
+    {"B": 2, "T": 13, "H": 3, "initial_state": "fp32"},
+    {"B": 1, "H": 2, "seq_lens": (0, 11, 5)},
+    {"B": 1, "T": 16, "H": 120},  # one chunk each, but too many heads for one kernel
     {"B": 2, "T": 37, "H": 3, "initial_state": "fp32"},
     {"B": 1, "T": 80, "H": 2, "initial_state": "bf16"},
     {"B": 1, "H": 2, "seq_lens": (0, 16, 17, 0, 5), "initial_state": "fp32"},

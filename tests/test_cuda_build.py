@@ -26,6 +26,7 @@ BUDGETS = {
     "5_fused_two_kernel": {"prepare": (72, 8), "recurrence": (255, 0)},
     "6_register_state": {
         "prepare": (80, 0),
+        "fused": (255, 0),
         **{f"prepare<{D}, {precise}, 1>": (128 if precise else 96, 0) for D in (64, 128) for precise in (0, 1)},
         "recurrence": (232, 0),
     },

@@ -65,7 +65,7 @@ def test_what_is_read_between_kernels_was_written(step):
 
 @pytest.mark.parametrize("step", CUDA_STEPS)
 def test_every_kernel_that_moves_is_launched(step):
-    text = registry.get(step, "cuda").source["cuda"].read_text()
+    text = registry.get(step, "cuda").sources["cuda"][0].read_text()
     for kernel in {move.kernel for move in dataflow.moves(step)}:
         assert f'"{kernel}", args' in text
 

@@ -116,6 +116,22 @@ WIDE_BOUND = -10.4  # what step 6 can represent at chunk 16: exponents relative 
 register_state = pytest.mark.parametrize("D", [64, 128])
 
 
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("lower_bound", [-5.0, WIDE_BOUND])
+@pytest.mark.parametrize("lengths", [(1,), (16,), (0, 7, 9), (13, 0, 2)])
+def test_one_kernel_for_one_chunk_gives_the_bits_of_two(
+    lengths: tuple[int, ...], lower_bound: float, precise: bool
+) -> None:
+    """Step 6 fuses its kernels where no sequence has more than 16 tokens, but not with more heads than run at once."""
+    few = make_inputs(H=24, seq_lens=lengths, lower_bound=lower_bound, regime="mixed", initial_state="fp32").to("cuda")
+    fused = assert_right(few, 6, precise=precise, rms=6e-3)
+    heads_of = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "A_log": 0, "dt_bias": 0, "initial_state": 1}
+    many = few.with_(**{name: torch.cat([getattr(few, name)] * 10, dim) for name, dim in heads_of.items()})
+    in_two = run(many, 6, precise=precise)
+    assert same_bits(in_two.out[:, :, -24:], fused.out)
+    assert same_bits(in_two.final_state[:, -24:], fused.final_state)
+
+
 @register_state
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize("lower_bound", [-5.2, -5.21, WIDE_BOUND])
@@ -428,22 +444,31 @@ def test_a_side_stream(step: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("lengths", "new", "H"),
+    [
+        ([20, 0, 44, 16], [0, 1, 33, 33, 80], 3),
+        ([20, 0, 44, 16], [0, 1, 33, 33, 80], 16),  # in step 6 two CTAs of a head share their copies (132 SMs)
+        ([5, 0, 9, 2], [0, 1, 7, 7, 16], 3),  # and here it is one kernel
+    ],
+)
 @every_step
-def test_a_graph_takes_new_sequences_and_survives_wrong_ones(step: int, dtype: torch.dtype) -> None:
+def test_a_graph_takes_new_sequences_and_survives_wrong_ones(
+    step: int, lengths: list[int], new: list[int], H: int, dtype: torch.dtype
+) -> None:
     """cu_seqlens is read when the graph runs; entries that nobody checked lead to no access outside."""
-    inputs = make_inputs(H=3, seq_lens=[20, 0, 44, 16], device="cuda")
+    inputs = make_inputs(H=H, seq_lens=lengths, device="cuda")
     inputs = inputs.with_(cu_seqlens=inputs.cu_seqlens.to(dtype))
     run(inputs, step)  # loads the library and the kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run(inputs, step)
-    new = torch.tensor([0, 1, 33, 33, 80], dtype=dtype)
-    for wrong in ([0, 0, 0, 0, 0], [80, 60, 40, 20, 0], [-7, 1000, -1000, 3, 2**31 - 1], new.tolist()):
+    for wrong in ([0, 0, 0, 0, 0], new[::-1], [-7, 1000, -1000, 3, 2**31 - 1], new):
         inputs.cu_seqlens.copy_(torch.tensor(wrong, dtype=dtype))
         graph.replay()
         torch.cuda.synchronize()
-    expected = run(inputs.with_(cu_seqlens=new.cuda()), step)
+    expected = run(inputs.with_(cu_seqlens=torch.tensor(new, dtype=dtype, device="cuda")), step)
     assert same_bits(captured.out, expected.out)
     assert same_bits(captured.final_state, expected.final_state)
 

@@ -48,9 +48,16 @@ def test_registry_is_what_steps_def_lists():
 
 @pytest.mark.parametrize(("device", "suffix"), [("cpu", ".cpp"), ("cuda", ".cu")])
 def test_every_step_has_its_file_and_every_file_its_step(device, suffix):
-    expected = {f"{step.number}_{step.slug}{suffix}" for step in registry.steps() if device in step.devices}
-    assert {path.name for path in tracked(f"csrc/{device}/steps/*")} == expected
-    assert all(step.source[device].is_file() for step in registry.steps() if device in step.devices)
+    here = [step for step in registry.steps() if device in step.devices]
+    assert [step.sources[device][0].name for step in here] == [f"{step.number}_{step.slug}{suffix}" for step in here]
+    assert set(tracked(f"csrc/{device}/steps/*")) == {path for step in here for path in step.sources[device]}
+
+
+def test_every_part_of_a_step_is_compiled_with_it():
+    for step in registry.steps():
+        for main, *parts in step.sources.values():
+            text = main.read_text(encoding="utf-8")
+            assert all(f'#include "{step.name}/{part.name}"' in text for part in parts), main.name
 
 
 def test_readme_shows_the_ladder_as_it_is():

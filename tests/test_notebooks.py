@@ -89,7 +89,7 @@ def test_headings_are_in_order_and_name_stages_that_exist(notebook):
     assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
     for _, title in headings[1:]:
         for stage in re.findall(r"`(\w+)`", title):
-            find_function(registry.get(1).source["cpu"], stage)
+            find_function(registry.get(1).sources["cpu"], stage)
 
 
 def test_links_and_fields_resolve(lesson, notebook):

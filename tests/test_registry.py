@@ -47,9 +47,9 @@ def test_numbers_count_up_from_zero():
 def test_every_step_of_the_cpu_has_its_one_source_file():
     for step in kda_lab.steps():
         if "cpu" in step.devices:
-            assert step.source["cpu"].is_file()
-            assert step.source["cpu"].name == f"{step.name}.cpp"
-    named = {step.source["cpu"].name for step in kda_lab.steps() if "cpu" in step.devices}
+            assert step.sources["cpu"][0].is_file()
+            assert [path.name for path in step.sources["cpu"]] == [f"{step.name}.cpp"]
+    named = {step.sources["cpu"][0].name for step in kda_lab.steps() if "cpu" in step.devices}
     assert {path.name for path in (native.csrc_dir() / "cpu" / "steps").iterdir()} == named
 
 

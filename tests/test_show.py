@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import types
 from html.parser import HTMLParser
 
@@ -64,7 +65,9 @@ def steps(tmp_path, monkeypatch):
     paths[2].write_text(SOURCE.replace("return g[0];", "return 2 * g[0];"), encoding="utf-8")
 
     def get(step, device="cpu"):
-        return types.SimpleNamespace(number=step, slug=f"step{step}", source={"cpu": paths[step]})
+        return types.SimpleNamespace(
+            number=step, slug=f"step{step}", sources={"cpu": (paths[step], *paths[step].with_suffix("").glob("*.cuh"))}
+        )
 
     monkeypatch.setattr(show.registry, "get", get)
     return paths
@@ -82,6 +85,20 @@ def test_source_shows_the_definition_with_its_comment_and_line_numbers(steps):
 def test_source_shows_what_the_file_says_now(steps):
     steps[1].write_text(SOURCE.replace("0.0f", "7.5f"), encoding="utf-8")
     assert "7.5f" in show.source(1, "activate_gate").text
+
+
+def test_source_and_diff_know_the_parts_of_a_step(steps):
+    part = steps[2].with_suffix("") / "part.cuh"
+    part.parent.mkdir()
+    part.write_text("// Its manual.\n\nfloat only_here() {\n  return 3.0f;\n}\n", encoding="utf-8")
+    assert show.source(2, "only_here").text.splitlines() == ["part.cuh, line 3", *part.read_text().splitlines()[2:]]
+    with pytest.raises(ValueError, match=r"it defines activate_gate, forward, only_here$"):
+        show.source(2, "elsewhere")
+    shown = show.diff(1, 2)
+    assert re.search(r">\s+4</span> <span class=\"kda-added\">.*3.0f", shown.markup), "its own line number"
+    assert "manual" not in shown.text
+    with pytest.raises(ValueError, match="defines no function 'only_here'"):
+        show.diff(1, 2, "only_here")
 
 
 def test_source_of_a_missing_function_names_those_there_are(steps):

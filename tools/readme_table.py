@@ -28,7 +28,8 @@ def names() -> list[list[str]]:
     rows = []
     for step in registry.steps():
         device = step.devices[0]
-        path = step.source[device].relative_to(step.source[device].parents[3]).as_posix()
+        source = step.sources[device][0]
+        path = source.relative_to(source.parents[3]).as_posix()
         devices = ", ".join(_DEVICE[name] for name in step.devices)
         rows.append([str(step.number), f"[`{step.slug}`]({path})", step.idea, devices])
     return rows
