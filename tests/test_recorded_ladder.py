@@ -76,19 +76,14 @@ def test_states_packing_and_tails_keep_nine_tenths_of_the_speed(content):
         assert other["median_ms"] <= bare / 0.9, other["case"]
 
 
-@pytest.mark.parametrize(
-    ("step", "state", "wanted_ms"),
-    [
-        (5, None, 0.030),
-        (5, "fp32", 0.030),
-        (6, None, 0.020),
-        pytest.param(6, "fp32", 0.020, marks=pytest.mark.xfail(reason="20.2 us", strict=True)),
-    ],
-)
+@pytest.mark.parametrize("state", [None, "fp32"])
+@pytest.mark.parametrize(("step", "wanted_ms"), [(5, 0.030), (6, 0.020)])
 def test_a_short_call_from_python(content, step, state, wanted_ms):
+    """On the same tensors every time, and on ones that rotate."""
     short = content["short_calls"]
     assert short["machine"]["gpu"]
     assert row(short, step, 16, 32, state=state, method="same_tensors")["median_ms"] <= wanted_ms
+    assert row(content, step, 16, 32, state=state, method="host_loop")["median_ms"] <= wanted_ms
     assert speedup(short, step, "flash_kda", 16, 32, state=state, method="same_tensors") >= 2
 
 
