@@ -6,7 +6,6 @@ A user's mistake is one line on stderr and exit status 2; a red result is exit s
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import json
 import os
@@ -139,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     diff = command("diff", _diff, "show what changes in the source from one step to another")
     diff.add_argument("before", help="number or name of a step")
     diff.add_argument("after", help="number or name of a step")
-    diff.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    diff.add_argument("--device", choices=("cpu", "cuda"), help="default: cpu, or cuda where a step is on no CPU")
     return parser
 
 
@@ -192,8 +191,7 @@ def _ladder(args: argparse.Namespace) -> int:
     device = args.device or bench.default_device()
     for step in args.step or ():
         registry.get(step, device)  # a wrong one is named before anything is measured, and so is a damaged recording
-    recording = recorded.load() if args.device is None and device == "cpu" and not args.json else None
-    beside = f"\nNo GPU here: {recorded.ladder_text(recording, all_shapes=False)}" if recording else ""
+    beside = recorded.ladder_of_a_gpu() if args.device is None and device == "cpu" and not args.json else ""
     progress("matrix product and copy, for the bound")
     bound = bench.measure_bound(device)
     rows = bench.ladder(device, B=args.B, T=args.T, H=args.H, steps=args.step, bound=bound, progress=progress)
@@ -203,7 +201,7 @@ def _ladder(args: argparse.Namespace) -> int:
     else:
         print(bench.format_table(rows))
         if beside:
-            print(beside)
+            print(f"\n{beside}")
     return 1 if any(row.refused for row in rows) else 0
 
 
@@ -275,14 +273,10 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from kda_lab import registry
+    from kda_lab import show
 
-    sources = [registry.get(name, args.device).sources[args.device] for name in (args.before, args.after)]
-    before, after = (
-        [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()] for paths in sources
-    )
     colours = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"} if sys.stdout.isatty() else {}
-    for line in difflib.unified_diff(before, after, *(paths[0].name for paths in sources), lineterm=""):
+    for line in show.text_diff(args.before, args.after, args.device):
         print(f"{colours[line[0]]}{line}\033[0m" if line[:1] in colours else line)
     return 0
 

@@ -68,7 +68,7 @@ class Residency:
 def moves(step: int | str, chunk: int = 16, head_size: int = 128) -> list[Move]:
     """What the kernels of a CUDA step move, in order, in bytes a token and head (no states).
 
-    For more tokens than one chunk a sequence, which step 6 fuses.
+    Step 6: of calls that are not fused, so of more than one chunk.
     """
     number, C, D = registry.get(step, "cuda").number, chunk, head_size
     row, row_fp32, beta, triangle = D * BF16, D * FP32, BF16, (C + 1) / 2 * FP32

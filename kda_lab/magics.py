@@ -64,7 +64,7 @@ class KdaMagics(Magics):
         parser.add_argument("before")
         parser.add_argument("after")
         parser.add_argument("--stage")
-        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+        parser.add_argument("--device", choices=("cpu", "cuda"))
         options = parser.parse_args(shlex.split(line))
         return show.diff(options.before, options.after, stage=options.stage, device=options.device)
 

@@ -12,6 +12,7 @@ import torch
 from kda_lab import native
 
 _SUFFIX = {"cpu": ".cpp", "cuda": ".cu"}
+_PART_SUFFIX = {"cpu": ".h", "cuda": ".cuh"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def steps() -> tuple[Step, ...]:
 def _sources(csrc: Path, device: str, step: native.LibraryStep) -> tuple[Path, ...]:
     folder = csrc / device / "steps"
     name = f"{step.number}_{step.slug}"
-    return (folder / f"{name}{_SUFFIX[device]}", *sorted((folder / name).glob("*.cuh")))
+    return (folder / f"{name}{_SUFFIX[device]}", *sorted((folder / name).glob(f"*{_PART_SUFFIX[device]}")))
 
 
 def get(step: int | str | Step | None, device: str = "cpu") -> Step:

@@ -14,7 +14,7 @@ import inspect
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,8 +144,8 @@ def source(step: int | str, stage: str, device: str = "cpu", mark: str | None = 
     `stage` is the name of a function of the step, such as "activate_gate" or "forward"; lines that contain `mark` are
     marked. Raises ValueError when the step has no such function or no source for `device`.
     """
-    path, first, lines = find_function(_sources(step, device), stage)
-    return _listing(lines, first, f"{path.name}, line {first}", "c++", mark)
+    path, first, lines = find_function(source_files(step, device=device)[0], stage)
+    return _listing(lines, first, f"{_short(path)}, line {first}", "c++", mark)
 
 
 def python_source(function: Callable, mark: str | None = None) -> Html:
@@ -155,18 +155,23 @@ def python_source(function: Callable, mark: str | None = None) -> Html:
     return _listing([line.rstrip("\n") for line in lines], first, f"{path.name}, line {first}", "python", mark)
 
 
-def diff(before: int | str, after: int | str, stage: str | None = None, device: str = "cpu", context: int = 2) -> Html:
+def diff(
+    before: int | str, after: int | str, stage: str | None = None, device: str | None = None, context: int = 2
+) -> Html:
     """What changes from one step's source to another's; of one function only, when `stage` is given.
 
     The comment at the top of a file, its manual, is left out; so are unchanged lines, but for `context` of them around
-    every change. Lines that differ in white space only count as unchanged.
+    every change. Lines that differ in white space only count as unchanged. `device` is "cpu" by default, or "cuda"
+    where one of the steps is on no CPU.
     """
-    sources = [_sources(step, device) for step in (before, after)]
+    sources = source_files(before, after, device=device)
     if stage is None:
-        (at_a, a), (at_b, b) = map(_without_manual, sources)
+        names = [paths[0].name for paths in sources]
+        (at_a, a), (at_b, b) = (zip(*lines_of(paths, manual=False)) for paths in sources)
     else:
-        (_, first_a, a), (_, first_b, b) = (find_function(paths, stage) for paths in sources)
-        at_a, at_b = (range(first, first + len(lines)) for first, lines in ((first_a, a), (first_b, b)))
+        found = [find_function(paths, stage) for paths in sources]
+        names = [_short(path) for path, _, _ in found]
+        (at_a, a), (at_b, b) = ((range(first, first + len(lines)), lines) for _, first, lines in found)
     rows: list[tuple[str, int | None, int | None, str]] = []
     end = 0
     words = ([" ".join(line.split()) for line in lines] for lines in (a, b))
@@ -184,8 +189,7 @@ def diff(before: int | str, after: int | str, stage: str | None = None, device: 
         rows.append(("skipped", None, None, f"… {_lines(skipped)} unchanged"))
     counts = {kind: sum(row[0] == kind for row in rows) for kind in ("removed", "added")}
     where = f" in {stage}" if stage else ""
-    names = " → ".join(paths[0].name for paths in sources)
-    caption = f"{names}{where}: {_lines(counts['removed'])} removed, {counts['added']} added"
+    caption = f"{' → '.join(names)}{where}: {_lines(counts['removed'])} removed, {counts['added']} added"
     signs = {"removed": "-", "added": "+", "equal": " "}
     colour = _highlighter("c++")
     markup, text = [], []
@@ -200,6 +204,60 @@ def diff(before: int | str, after: int | str, stage: str | None = None, device: 
     return _code_block(caption, markup, text)
 
 
+def text_diff(before: int | str, after: int | str, device: str | None = None) -> Iterator[str]:
+    """What changes from one step's source to another's, manuals and all, as a unified diff. Device: as in `diff`."""
+    sources = source_files(before, after, device=device)
+    (at_a, a), (at_b, b) = (zip(*lines_of(paths)) for paths in sources)
+
+    def place(match: re.Match[str]) -> str:  # of a hunk, in the file that it begins in
+        first_a, first_b = (max(int(match[group]), 1) - 1 for group in (1, 3))
+        return f"@@ -{at_a[first_a]}{match[2]} +{at_b[first_b]}{match[4]} @@"
+
+    for line in difflib.unified_diff(a, b, *(paths[0].name for paths in sources), lineterm=""):
+        yield re.sub(r"^@@ -(\d+)(,\d+)? \+(\d+)(,\d+)? @@$", place, line)
+
+
+def source_files(*steps: int | str, device: str | None = None) -> list[tuple[Path, ...]]:
+    """The files of each step for `device`; by default for a CPU, or for CUDA where one of the steps is on no CPU.
+
+    Raises ValueError where a step is not on that device.
+    """
+    if device is None:
+        device = "cpu" if all(map(_is_on_cpu, steps)) else "cuda"
+    return [registry.get(step, device).sources[device] for step in steps]
+
+
+def _is_on_cpu(step: int | str) -> bool:
+    try:
+        registry.get(step, "cpu")
+    except ValueError:
+        return False
+    return True
+
+
+def lines_of(paths: Sequence[Path], manual: bool = True) -> list[tuple[int, str]]:
+    """A step's lines and their numbers in their files: its manual, then its parts, then the file that uses them.
+
+    Where a step has parts, a line with the file's name, numbered 0, stands before each. manual: False leaves out the
+    comments at the top of files.
+    """
+    lines = []
+    for path in (*paths[1:], paths[0]):
+        numbered = list(enumerate(path.read_text(encoding="utf-8").splitlines(), 1))
+        first = next((i for i, (_, line) in enumerate(numbered) if not line.startswith("//")), 0)
+        name = [(0, f"// ---- {_short(path)}")] if len(paths) > 1 else []
+        if path is paths[0] and manual:
+            lines = [*numbered[:first], *lines, *name, *numbered[first:]]
+        else:
+            lines += [*name, *numbered[0 if manual else first :]]
+    return lines
+
+
+def _short(path: Path) -> str:
+    """A file's name, after that of its folder if it is a part of a step."""
+    return path.name if path.parent.name == "steps" else f"{path.parent.name}/{path.name}"
+
+
 def find_function(paths: Sequence[Path], name: str) -> tuple[Path, int, list[str]]:
     """(file, first line's number, lines) of a C++ function's definition, with the comment and template line above it.
 
@@ -212,7 +270,7 @@ def find_function(paths: Sequence[Path], name: str) -> tuple[Path, int, list[str
         code = _blank_comments(text)
         for match in re.finditer(r"\b(\w+)\s*\(", code):
             span = _definition(code, match.end() - 1)
-            if span is None or match[1] in ("if", "for", "while", "switch", "catch"):
+            if span is None or match[1] in ("if", "constexpr", "for", "while", "switch", "catch"):
                 continue
             if match[1] != name:
                 defined.append(match[1])
@@ -247,29 +305,8 @@ def _blank_comments(text: str) -> str:
     return re.sub(pattern, lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.DOTALL)
 
 
-def _without_manual(paths: Sequence[Path]) -> tuple[list[int], list[str]]:
-    """The lines of a step's file from its first that is no comment, then those of its parts; and their numbers."""
-    numbers: list[int] = []
-    found: list[str] = []
-    for path in paths:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        first = next((i for i, line in enumerate(lines) if not line.startswith("//")), 0)
-        numbers += range(first + 1, len(lines) + 1)
-        found += lines[first:]
-    return numbers, found
-
-
 def _lines(count: int) -> str:
     return "1 line" if count == 1 else f"{count} lines"
-
-
-def _sources(step: int | str, device: str) -> tuple[Path, ...]:
-    found = registry.get(step, device)
-    if device not in found.sources:
-        raise ValueError(
-            f"step {found.number} ({found.slug}) has no {device} source; it has {', '.join(found.sources)}"
-        )
-    return found.sources[device]
 
 
 def _field_names(row: Any) -> list[str]:

@@ -20,6 +20,7 @@ from pathlib import Path
 import nbformat
 
 from kda_lab import bench, book, native
+from kda_lab.profiling import recorded
 
 CELL_TIMEOUT_S = 600
 _KEPT = "kda_lab"  # the entry of a kept notebook's metadata
@@ -90,6 +91,7 @@ def run(output: Path, wanted: Sequence[str] = (), afresh: bool = True) -> int:
     for folder in (output, _kept_file(chosen[0]).parent):
         _check_writable(folder)
     os.environ["KINETO_LOG_LEVEL"] = "6"  # or torch.profiler would write of its start and stop among these lines
+    beside = recorded.ladder_of_a_gpu() if bench.default_device() == "cpu" else ""  # damaged, it is named now
     started = time.perf_counter()
     native.build("cpu")
     lessons = []
@@ -104,7 +106,10 @@ def run(output: Path, wanted: Sequence[str] = (), afresh: bool = True) -> int:
     rows = bench.ladder()
     index, warnings = book.write(lessons, rows, notebooks_dir().parent / "docs", output)
 
-    print(f"\n{bench.format_table(rows)}\n\n{index.resolve()}  ({time.perf_counter() - started:.0f} s)")
+    print(f"\n{bench.format_table(rows)}\n")
+    if beside:
+        print(f"{beside}\n")
+    print(f"{index.resolve()}  ({time.perf_counter() - started:.0f} s)")
     for lesson in lessons:
         if lesson.failure:
             print(f"\n{lesson.path.name}, {lesson.failure}", file=sys.stderr)

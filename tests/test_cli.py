@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kda_lab import bench, cli, registry, tour
+from kda_lab import bench, cli, native, registry, tour
 from kda_lab.profiling import recorded
 
 
@@ -58,7 +58,7 @@ def test_help_does_not_import_torch():
     ("argv", "expected"),
     [
         (["diff", "1", "9"], "9"),
-        (["diff", "1", "fused_one_kernel"], "cuda"),
+        (["diff", "1", "fused_one_kernel", "--device", "cpu"], "cuda"),
         (["ladder", "--device", "cpu", "--step", "nosuch"], "nosuch"),
         (["ladder", "-T", "0"], "-T"),
         (["ladder", "-H", "many"], "-H"),
@@ -155,6 +155,24 @@ def test_diff_is_a_unified_diff_of_the_two_sources(capsys):
     assert any(line.startswith("+") and "exp2f" in line for line in lines)
     assert any(line.startswith("-") and "expf" in line for line in lines)
     assert "\033" not in out  # no colours into a pipe
+
+
+def test_diff_counts_lines_as_the_files_do_and_takes_cuda_where_no_cpu_has_the_step(capsys):
+    status, out, _ = run(capsys, "diff", "5", "6")
+    assert status == 0
+    folder = native.csrc_dir() / "cuda" / "steps"
+    files = {path.name: path for path in (folder / "6_register_state").glob("*.cuh")}
+    assert set(files) == set(re.findall(r"^\+// ---- 6_register_state/(.+)$", out, flags=re.MULTILINE))
+    before, after = None, folder / "6_register_state.cu"
+    for line in out.splitlines()[2:]:
+        if hunk := re.fullmatch(r"@@ -(\d+),\d+ \+(\d+),\d+ @@", line):
+            before, number = int(hunk[1]), int(hunk[2])
+        elif begins := re.fullmatch(r"\+// ---- (?:6_register_state/)?(\w+\.cuh?)", line):
+            after, number = files.get(begins[1], folder / begins[1]), None
+        elif line[0] != "-" and number is not None:
+            assert after.read_text().splitlines()[number - 1] == line[1:]
+            number += 1
+    assert before
 
 
 def test_a_closed_pipe_is_no_traceback():

@@ -6,6 +6,7 @@ The steps come from csrc/steps.def, so a new one is covered as soon as it is lis
 
 from __future__ import annotations
 
+import ctypes
 import re
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_every_regime(step: int, chunk: int, regime: str) -> None:
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 31, 33, 37, 63, 97, 1500])
 @every_step_and_chunk
 def test_lengths_that_are_no_multiple_of_a_chunk(step: int, chunk: int, T: int) -> None:
-    heads = 65 if T < 16 else 5  # an error is judged on at least 4 heads x 16 tokens; odd, so beta's rows are uneven
+    heads = 57 if T < 16 else 5  # an error is judged on at least 4 heads x 16 tokens; odd, so beta's rows are uneven
     assert_right(make_inputs(2, T, heads, lower_bound=bound_for(step, chunk)), step, chunk)
 
 
@@ -116,17 +117,42 @@ WIDE_BOUND = -10.4  # what step 6 can represent at chunk 16: exponents relative 
 register_state = pytest.mark.parametrize("D", [64, 128])
 
 
+def workspace_of(inputs: Inputs, precise: bool = False) -> int:
+    """Bytes between the kernels of step 6: none where it is one kernel."""
+    sizes = {name: getattr(inputs, name) for name in ("B", "T", "H", "K", "V", "N")}
+    args = native.KdaArgs(struct_bytes=ctypes.sizeof(native.KdaArgs), chunk=16, precise=precise, **sizes)
+    if inputs.cu_seqlens is not None:
+        args.cu_seqlens, args.cu_seqlens_dtype = inputs.cu_seqlens.data_ptr(), 4  # KDA_I64
+    return native.load("cuda").workspace_bytes(6, args)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fused"),
+    [
+        ({"B": 2, "T": 16, "H": 57}, True),
+        ({"B": 2, "T": 17, "H": 57}, False),
+        ({"B": 1, "T": 16, "H": 115}, False),
+        ({"B": 2, "T": 16, "H": 57, "K": 64, "V": 64}, False),
+        ({"seq_lens": (0, 9, 7), "H": 38}, True),
+        ({"seq_lens": (1, 9, 7), "H": 38}, False),  # the host does not know that no sequence is longer
+    ],
+)
+def test_which_calls_are_one_kernel(sizes: dict[str, Any], fused: bool) -> None:
+    assert (workspace_of(make_inputs(**sizes)) == 0) == fused
+
+
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize("lower_bound", [-5.0, WIDE_BOUND])
 @pytest.mark.parametrize("lengths", [(1,), (16,), (0, 7, 9), (13, 0, 2)])
 def test_one_kernel_for_one_chunk_gives_the_bits_of_two(
     lengths: tuple[int, ...], lower_bound: float, precise: bool
 ) -> None:
-    """Step 6 fuses its kernels where no sequence has more than 16 tokens, but not with more heads than run at once."""
+    """Step 6 fuses its kernels for up to 16 tokens, but not with more heads than run at once."""
     few = make_inputs(H=24, seq_lens=lengths, lower_bound=lower_bound, regime="mixed", initial_state="fp32").to("cuda")
     fused = assert_right(few, 6, precise=precise, rms=6e-3)
     heads_of = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "A_log": 0, "dt_bias": 0, "initial_state": 1}
     many = few.with_(**{name: torch.cat([getattr(few, name)] * 10, dim) for name, dim in heads_of.items()})
+    assert (workspace_of(few, precise), workspace_of(many, precise) > 0) == (0, True), "one of them is fused, one not"
     in_two = run(many, 6, precise=precise)
     assert same_bits(in_two.out[:, :, -24:], fused.out)
     assert same_bits(in_two.final_state[:, -24:], fused.final_state)
@@ -337,10 +363,11 @@ def test_a_packed_sequence_is_what_it_is_alone(step: int, chunk: int) -> None:
         assert same_bits(together.final_state[n : n + 1], alone.final_state)
 
 
+@pytest.mark.parametrize("T", [9, 50])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @every_step
-def test_a_state_may_be_updated_in_place(step: int, dtype: torch.dtype) -> None:
-    inputs = make_inputs(2, 50, 3, initial_state="fp32", device="cuda")
+def test_a_state_may_be_updated_in_place(step: int, dtype: torch.dtype, T: int) -> None:
+    inputs = make_inputs(2, T, 3, initial_state="fp32", device="cuda")
     inputs = inputs.with_(initial_state=inputs.initial_state.to(dtype))
     expected = run(inputs, step)
     state, out = inputs.initial_state.clone(), inputs.new_out()
@@ -388,14 +415,16 @@ def test_a_nan_stays_where_it_belongs(step: int, chunk: int, name: str) -> None:
     assert after.out[0, token, 1].isnan().any()
 
 
+@pytest.mark.parametrize("lengths", [[19, 7, 30], [5, 4, 6]])
 @every_step_and_chunk
-def test_a_nan_leaves_the_sequences_packed_around_it_alone(step: int, chunk: int) -> None:
-    clean = make_inputs(H=2, seq_lens=[19, 7, 30], lower_bound=bound_for(step, chunk), device="cuda")
+def test_a_nan_leaves_the_sequences_packed_around_it_alone(step: int, chunk: int, lengths: list[int]) -> None:
+    clean = make_inputs(H=2, seq_lens=lengths, lower_bound=bound_for(step, chunk), device="cuda")
     poisoned = {name: getattr(clean, name).clone() for name in ("q", "k", "v", "g", "beta")}
+    begin, end = clean.spans()[1]
     for tensor in poisoned.values():
-        tensor[0, 19:26] = float("nan")
+        tensor[0, begin:end] = float("nan")
     before, after = run(clean, step, chunk), run(clean.with_(**poisoned), step, chunk)
-    for tokens in (slice(0, 19), slice(26, 56)):
+    for tokens in (slice(0, begin), slice(end, None)):
         assert same_bits(before.out[:, tokens], after.out[:, tokens])
     assert same_bits(before.final_state[[0, 2]], after.final_state[[0, 2]])
 
@@ -427,10 +456,11 @@ def test_two_runs_give_the_same_bits(step: int, chunk: int) -> None:
 # ---- Streams, graphs, sizes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("T", [9, 100])
 @every_step
-def test_a_side_stream(step: int) -> None:
+def test_a_side_stream(step: int, T: int) -> None:
     """v is filled on the side stream after a long wait: only kernels on that stream read it filled."""
-    inputs = make_inputs(1, 100, 4, device="cuda")
+    inputs = make_inputs(1, T, 4, device="cuda")
     expected = run(inputs, step).out
     late = inputs.with_(v=torch.zeros_like(inputs.v))
     torch.cuda.synchronize()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import re
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ EVERY_VIEW = {
     "race": lambda recording: views.race(recording, 4, 5),
     "errors": lambda recording: views.errors(recording, STEPS),
     "identical_keys": lambda recording: views.identical_keys(recording),
+    "identical_keys_state": lambda recording: views.identical_keys(recording, "final state"),
     "price_of_precise": lambda recording: views.price_of_precise(recording, 6),
     "exponentials": lambda recording: views.exponentials(recording),
     "exponent_errors": lambda recording: views.exponent_errors(recording, -0.5),
@@ -73,7 +75,7 @@ def recording(tmp_path, monkeypatch):
     collinear = error | {"regime": "collinear", "key_correlation": 0.9, "error_rms": 4e-3}
     accuracy = [error, collinear, error | {"T": 16, "error_rms": 9.0}, error | {"lower_bound": -1.0, "error_rms": 9.0}]
     ladder = {"machine": {}, "ceilings": CEILINGS, "rows": rows, "accuracy": accuracy}
-    equal = {"gate_logit": -9.0, "T": 256, "step": 6, "state_error_rms": None}
+    equal = {"gate_logit": -9.0, "T": 256, "step": 6, "state_error_rms": 0.013}
     ladder["identical_keys"] = [equal | {"error_rms": 0.05}, equal | {"precise": True, "error_rms": 0.007}]
     gate = [{"form": "expf: 1 / (1 + expf(-x))", "median_ms": 0.26, "K": 128}]
     ladder["exponential"] = {"throughput": throughput, "gate": gate}
@@ -135,6 +137,7 @@ def test_reports_that_cannot_be_read_say_what_reads_them(recording, monkeypatch)
         ("race", "1.5"),
         ("errors", "largest is 0.004, 5_fused_two_kernel in collinear 0.9"),
         ("identical_keys", "0.007"),
+        ("identical_keys_state", "0.013"),
         ("price_of_precise", "1.25"),
         ("exponentials", "12.1"),
         ("exponent_errors", "exp2f is off by 0.28 ulp there and by 0.5 at most"),
@@ -227,6 +230,16 @@ def test_in_the_gate_stage_a_thread_has_one_load_under_way():
         opcodes = (sass.opcode(instruction) for instruction in code[f"gate<{number}>"].instructions)
         order = "".join({"LDG.E.U16": "L", "STG.E": "S"}.get(name, "") for name in opcodes)
         assert order == "LS" * 9  # eight unrolled and the rest's loop
+
+
+def test_a_history_of_short_times_is_in_microseconds(recording):
+    path = recording.folder / "step6_history.json"
+    content = json.loads(path.read_text())
+    content["rows"][0] |= {"before_ms": 0.0125, "after_ms": 0.005}
+    path.write_text(json.dumps(content))
+    shown = repr(views.history(recording, 6, group="copies"))
+    assert "Before, µs  After, µs" in shown
+    assert re.search(r" 12\.5 +5 +2\.5$", shown)
 
 
 def test_a_history_can_be_of_the_microbenchmark(recording):

@@ -120,7 +120,9 @@ def test_a_step_that_does_not_compile_shows_the_compilers_words(tmp_path, monkey
 
 
 @pytest.mark.cuda_compiler
-@pytest.mark.parametrize("header", ["kda.h", "common/error.h", "cuda/common/tensors.cuh"])
+@pytest.mark.parametrize(
+    "header", ["kda.h", "common/error.h", "cuda/common/tensors.cuh", "cuda/steps/6_register_state/prepare.cuh"]
+)
 def test_an_edit_is_compiled_again(header, tmp_path, monkeypatch) -> None:
     csrc = tmp_path / "csrc"
     shutil.copytree(sass.csrc_dir(), csrc)

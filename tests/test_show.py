@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 import types
@@ -57,17 +58,25 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
+def numbered(shown) -> list[tuple[int | None, int | None, str, str]]:
+    """(number before, number after, kind, code) of a diff's lines."""
+    row = r'<span class="kda-line">(.{4})(.{5})</span> <span class="kda-(\w+)">. (.*)</span>'
+    found = re.findall(row, shown.markup)
+    plain = [(html.unescape(re.sub("<[^>]*>", "", code)).strip(), *rest) for *rest, code in found]
+    return [(int(a) if a.strip() else None, int(b) if b.strip() else None, kind, code) for code, a, b, kind in plain]
+
+
 @pytest.fixture
 def steps(tmp_path, monkeypatch):
     """A registry of two steps whose sources this test wrote."""
-    paths = {1: tmp_path / "1_naive_exp.cpp", 2: tmp_path / "2_rebased_ex2.cpp"}
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    paths = {1: folder / "1_naive_exp.cpp", 2: folder / "2_rebased_ex2.cpp"}
     paths[1].write_text(SOURCE, encoding="utf-8")
     paths[2].write_text(SOURCE.replace("return g[0];", "return 2 * g[0];"), encoding="utf-8")
 
     def get(step, device="cpu"):
-        return types.SimpleNamespace(
-            number=step, slug=f"step{step}", sources={"cpu": (paths[step], *paths[step].with_suffix("").glob("*.cuh"))}
-        )
+        return types.SimpleNamespace(sources={"cpu": (paths[step], *paths[step].with_suffix("").glob("*.cuh"))})
 
     monkeypatch.setattr(show.registry, "get", get)
     return paths
@@ -91,14 +100,27 @@ def test_source_and_diff_know_the_parts_of_a_step(steps):
     part = steps[2].with_suffix("") / "part.cuh"
     part.parent.mkdir()
     part.write_text("// Its manual.\n\nfloat only_here() {\n  return 3.0f;\n}\n", encoding="utf-8")
-    assert show.source(2, "only_here").text.splitlines() == ["part.cuh, line 3", *part.read_text().splitlines()[2:]]
+    title = "2_rebased_ex2/part.cuh, line 3"
+    assert show.source(2, "only_here").text.splitlines() == [title, *part.read_text().splitlines()[2:]]
     with pytest.raises(ValueError, match=r"it defines activate_gate, forward, only_here$"):
         show.source(2, "elsewhere")
     shown = show.diff(1, 2)
-    assert re.search(r">\s+4</span> <span class=\"kda-added\">.*3.0f", shown.markup), "its own line number"
+    assert (None, 4, "added", "return 3.0f;") in numbered(shown)
+    assert (13, 13, "equal", "if (n > 0) {") in numbered(shown)
+    assert shown.text.index("+ // ---- 2_rebased_ex2/part.cuh") < shown.text.index("+ // ---- 2_rebased_ex2.cpp")
     assert "manual" not in shown.text
     with pytest.raises(ValueError, match="defines no function 'only_here'"):
         show.diff(1, 2, "only_here")
+
+
+@pytest.mark.parametrize("stage", [None, "activate_gate"])
+def test_diff_counts_lines_as_the_files_do(steps, stage):
+    steps[2].write_text("// One more line.\n" + steps[2].read_text(encoding="utf-8"), encoding="utf-8")
+    rows = numbered(show.diff(1, 2, stage))
+    assert (14, None, "removed", "return g[0];") in rows
+    assert (None, 15, "added", "return 2 * g[0];") in rows
+    assert (13, 14, "equal", "if (n > 0) {") in rows
+    assert (15, 16, "equal", "}") in rows
 
 
 def test_source_of_a_missing_function_names_those_there_are(steps):
@@ -106,9 +128,24 @@ def test_source_of_a_missing_function_names_those_there_are(steps):
         show.source(1, "apply_decay")
 
 
-def test_source_of_a_missing_device_says_what_there_is(steps):
-    with pytest.raises(ValueError, match="has no cuda source; it has cpu"):
-        show.source(1, "activate_gate", device="cuda")
+def test_source_of_a_missing_device_says_what_there_is():
+    with pytest.raises(ValueError, match="6_register_state runs on cuda, not on cpu"):
+        show.source(6, "consume")
+    with pytest.raises(ValueError, match="6_register_state runs on cuda, not on cpu"):
+        show.diff(5, 6, device="cpu")
+
+
+def test_diff_takes_cuda_where_a_step_is_on_no_cpu():
+    shown = show.diff(5, 6, "recurrence")
+    assert shown.text.startswith("5_fused_two_kernel.cu → 6_register_state/recurrence.cuh in recurrence: ")
+    assert show.diff(2, 3, "forward").text.startswith("2_rebased_ex2.cpp → ")
+    with pytest.raises(ValueError, match="nosuch"):
+        show.diff(5, "nosuch")
+
+
+def test_a_condition_is_no_function():
+    with pytest.raises(ValueError, match=r"defines no function 'constexpr'; it defines (?!.*constexpr)"):
+        show.source(6, "constexpr", "cuda")
 
 
 def test_a_mark_is_an_arrow_and_not_only_a_colour(steps):

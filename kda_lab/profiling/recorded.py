@@ -91,12 +91,12 @@ class Recording:
         return self._json("ladder.json")
 
     def times(self) -> dict[str, dict[int | str, float]]:
-        """Median ms by shape and by step's number or peer's name, by CUDA events around a call.
+        """Median ms by shape and by step's number or peer's name, by CUDA events around a call; small shapes first.
 
         Of short calls, in a CUDA graph: else it would be the host's time.
         """
         times: dict[str, dict[int | str, float]] = {}
-        for row in (self.ladder() or {}).get("rows", []):
+        for row in sorted((self.ladder() or {}).get("rows", []), key=_size):
             short = row.get("T", SHORT_T) < SHORT_T
             if row["method"] == ("cuda_graph" if short else "events") and row["median_ms"] is not None:
                 case = f"{row['case']}, in a CUDA graph" if short else row["case"]
@@ -218,6 +218,12 @@ def _missing(content: Any, kind: str) -> str:
     return ""
 
 
+def _size(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What rows of the ladder are sorted by: one sequence before several; the bare shape before those with more."""
+    sizes = (len(row.get("seq_lens") or ()), row.get("B", 1), row.get("T", 0), row.get("H", 0))
+    return *sizes, row.get("precise", False), row.get("state") or ""
+
+
 def ladder_text(recording: Recording, *, all_shapes: bool = True) -> str:
     """The recorded times as plain text, a block a shape, under the label of their machine; or "not measured".
 
@@ -243,6 +249,12 @@ def ladder_text(recording: Recording, *, all_shapes: bool = True) -> str:
         ]
         blocks.append(f"{case} ({METHODS.get(method, method)})\n{table.text(rows, columns)}")
     return "\n\n".join(blocks)
+
+
+def ladder_of_a_gpu() -> str:
+    """What to print under the ladder of a machine without a GPU: the recorded one, or nothing where none ships."""
+    recording = load()
+    return f"No GPU here: {ladder_text(recording, all_shapes=False)}" if recording else ""
 
 
 def _share(row: dict[str, Any]) -> str | None:

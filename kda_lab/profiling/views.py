@@ -25,6 +25,7 @@ from kda_lab.sass import pipe
 from kda_lab.show import NOT_MEASURED, Html, table
 
 Step = int | str
+_SHORT_MS = 0.01  # with a shorter one among them, times are shown in µs
 LONG_US = 100  # from here on what an event or a range costs by itself no longer counts
 
 
@@ -251,17 +252,21 @@ def errors(recording: Recording | None, steps: Sequence[Step], T: int = 256) -> 
     return error_by_regime_figure(found, f"output, {recording.ladder_label},") if found else _nothing("Errors on a GPU")
 
 
-def identical_keys(recording: Recording | None) -> Html:
-    """Errors of the output where all keys are equal, by gate and length, and what `precise` makes of them."""
+def identical_keys(recording: Recording | None, of: str = "output") -> Html:
+    """Errors where all keys are equal, by gate and length, and what `precise` makes of them.
+
+    of: "output" or "final state".
+    """
+    error = {"output": "error_rms", "final state": "state_error_rms"}[of]
     content = (recording.ladder() if recording else None) or {}
     rows: dict[tuple[float, int], dict[str, Any]] = {}
     for row in content.get("identical_keys", []):
         place = rows.setdefault((row["gate_logit"], row["T"]), {"gate_logit": row["gate_logit"], "T": row["T"]})
-        place[f"{row.get('peer', row.get('step'))}{', precise' * bool(row.get('precise'))}"] = row["error_rms"]
+        place[f"{row.get('peer', row.get('step'))}{', precise' * bool(row.get('precise'))}"] = row[error]
     columns = {"gate_logit": "Gate's logit", "T": "Tokens", "5": _name(5), "6": _name(6)}
     columns |= {"6, precise": f"{_name(6)}, precise", "flash_kda": "FlashKDA"}
     by_gate = [dict.fromkeys(columns) | rows[key] for key in sorted(rows)]
-    return table(by_gate, columns, _ladder_caption(recording, "Error of the output, all keys equal"))
+    return table(by_gate, columns, _ladder_caption(recording, f"Error of the {of}, all keys equal"))
 
 
 def moved(recording: Recording | None, steps: Sequence[Step]) -> dict[str, float]:
@@ -306,13 +311,18 @@ def history(recording: Recording | None, step: Step, measured: str = "", group: 
         return _words(f"What was tried on {step if step == 'exp_throughput' else f'step {step}'}")
     columns = {"kept": "Kept", "change": "What was changed", "shape": "Shape"}
     columns |= {} if measured else {"measured": "Timed"}
-    columns |= {f"{word}_ms": f"{measured} {word}, ms".strip().capitalize() for word in ("before", "after")}
-    columns["ratio"] = "Times as fast"
     rows = [
         row | {"ratio": _ratio(row)}
         for row in content["rows"]
         if measured in ("", row["measured"]) and group in ("", row.get("group"))
     ]
+    times = ("before_ms", "after_ms")
+    short = any(row[time] is not None and row[time] < _SHORT_MS for row in rows for time in times)
+    if short:
+        rows = [row | {time: _times_as_much(row[time], 1e3) for time in times} for row in rows]
+    unit = "µs" if short else "ms"
+    columns |= {f"{word}_ms": f"{measured} {word}".strip().capitalize() + f", {unit}" for word in ("before", "after")}
+    columns["ratio"] = "Times as fast"
     return table(rows, columns, f"{content['machine']}, {content['date']}. {content['method']}")
 
 

@@ -7,6 +7,9 @@
 // so that one product with S gives both U and O (the rows of w and q' lie one below the other), and the output no
 // longer waits for U: its error for identical keys falls as well.
 //
+// Files, in the order to read them: prepare.cuh, what needs no state; recurrence.cuh, what waits for it;
+// single_chunk.cuh, both in one kernel. Here: which of them a call gets.
+//
 // What changed against step 5, and what it bought on one H200 (November 2026, T 8192, medians of 20):  kda-lab diff 5 6
 //   WY form      prepare does 3 small products more a chunk, +0.07 ms at H 96; recurrence 2 fewer
 //   wgmma        a warpgroup multiplies its 64 rows of S at once and reads the other operand from shared memory
@@ -27,8 +30,8 @@
 //                H 96; INV by rows: 0.41; beta fetched ahead, and no spills (6 CTAs of 80 registers): 0.38
 //   launch       recurrence sets itself up while prepare drains (programmatic dependent launch); not measured apart
 //   one kernel   a sequence of one chunk has no chain, and launching two kernels takes longer than what they do: fused
-//                does both and needs no workspace. T 16, H 32: the host launches it in 5.9, not 10.0 us, and a CUDA
-//                graph replays it in 6.2, not 6.9 us
+//                does both and needs no workspace. T 16, H 32, fp32 states: the host launches it in 5.9, not 10.0 us,
+//                and a CUDA graph replays it in 6.2, not 6.9 us
 // What did not pay: two chunks joined to one link of the chain, in prepare (36 % slower) or by warps of their own in
 // recurrence (0.308 to 0.37 ms at H 32: they take the chain's issue slots); ldmatrix and stmatrix in the place of
 // movmatrix (to 0.322: the chain waits for them); asking for the next barrier early (to 0.319); inverting in turn by
@@ -38,11 +41,12 @@
 // one part runs beside recurrence of the part before (H 32: from 0.33 ms to between 0.33 and 0.48 ms), because
 // prepare's warps take issue slots from the chain; one kernel for two chunks (T 32, H 32, in a graph: 7.6 to 8.9 us);
 // the producers of a cluster telling each other that a stage is free, by one arrival instead of four (H 64: 0.432 to
-// 0.532 ms: an image waits until both have asked); adding what rounding took from one row of U to the next row
-// (identical keys: the state's error from 1.08e-2 to 0.73e-2, others up to 20 % larger, 0.634 to 0.640 ms at H 96).
+// 0.532 ms; perhaps because a copy now waits for two messages, one after the other); adding what rounding took from one
+// row of U to the next row (identical keys: the state's error from 1.08e-2 to 0.73e-2; gates that forget: from 3.3e-3
+// to 3.8e-3; 0.634 to 0.640 ms at H 96).
 //
-// In the profiler: both kernels move bytes nearly as fast as a copy from H = 96 up; below that the chain of two
-// dependent products a chunk decides.
+// In the profiler: prepare and recurrence move bytes nearly as fast as a copy from H = 96 up; with fewer heads the
+// chain of two dependent products a chunk decides, and near H = 64 both count.
 //
 // Range. A bound with |lower_bound| * 16 > 83.2 (and <= 166.4) makes prepare take exponents relative to G of the
 // chunk's middle row (WIDE): half of the range, twice the bound. w and q' leave as if relative to the start, by one
@@ -58,16 +62,16 @@
 #include <algorithm>
 
 #include "../common/launch.cuh"
-#include "6_register_state/fused.cuh"
 #include "6_register_state/prepare.cuh"
 #include "6_register_state/recurrence.cuh"
+#include "6_register_state/single_chunk.cuh"
 
 namespace kda::step6 {
 
-// Whether `fused` takes the place of two kernels: no sequence has more than one chunk, and two CTAs for each head of
-// each are on the chip at once (the smallest of compute capability 9.0 has 114 multiprocessors with room for two each).
-// Beyond that the GPU is the slower side, and both CTAs of a head form the image that prepare forms once: 154 us, not
-// 128, at T 16, N 64, H 32. With K = 64 a CTA of prepare is half a warpgroup.
+// Whether `fused` takes the place of two kernels. No sequence may have more than one chunk; of packed ones the host
+// only knows how long they are together. And all CTAs, two for each head of each sequence, should run at once, two on a
+// multiprocessor, of which an H100 PCIe has 114. Beyond that the GPU is the slower side, and both CTAs of a head form
+// the image that prepare forms once: 154 us, not 128, at T 16, N 64, H 32. At K = 64 prepare has half a warpgroup.
 bool fuses(const KdaArgs& args) { return args.K == 128 && args.T <= CHUNK && args.N * args.H <= 114; }
 
 int64_t workspace_bytes(const KdaArgs& args) {
@@ -82,13 +86,15 @@ int64_t workspace_bytes(const KdaArgs& args) {
   return chunk_slots(args, CHUNK) * args.H * image_bytes;
 }
 
+float lower_bound_log2(const KdaArgs& args) { return static_cast<float>(args.lower_bound * double{LOG2_E}); }
+
 template <int D, bool PRECISE, bool WIDE>
 void launch_prepare(const KdaArgs& args, ChunkImage<D, PRECISE>* images, unsigned multiprocessors) {
   const unsigned slots = static_cast<unsigned>(chunk_slots(args, CHUNK)), H = static_cast<unsigned>(args.H);
   const unsigned at_once = CTAS<D, PRECISE, WIDE> * multiprocessors;
   const unsigned strides = std::min(slots, std::max(1u, at_once / H));
   launch("prepare", args, prepare<D, PRECISE, WIDE>, dim3(strides * H), dim3(D), 0, tensors_of(args), images, slots,
-         static_cast<float>(args.scale), static_cast<float>(args.lower_bound * double{LOG2_E}));
+         static_cast<float>(args.scale), lower_bound_log2(args));
 }
 
 template <int D, int WARPGROUPS, int CLUSTER, bool PRECISE>
@@ -101,7 +107,7 @@ void launch_recurrence(const KdaArgs& args, const ChunkImage<D, PRECISE>* images
 template <bool PRECISE, bool WIDE>
 void launch_fused(const KdaArgs& args) {
   launch("fused", args, fused<PRECISE, WIDE>, dim3(args.N * args.H * 2), dim3(WARPGROUP), 0, tensors_of(args),
-         static_cast<float>(args.scale), static_cast<float>(args.lower_bound * double{LOG2_E}));
+         static_cast<float>(args.scale), lower_bound_log2(args));
 }
 
 template <int D, bool PRECISE>

@@ -235,7 +235,7 @@ __device__ __forceinline__ void invert_unit_lower(PrepareSmem<D, PRECISE>& smem)
 }
 
 // P = Mqk INV_beta, then -w = -INV_beta k_decayed and q' = q_decayed - P k_decayed in the place of k_decayed and
-// q_decayed. Factors that are sums of two bf16 keep the cancellation in w (nearly equal keys) exact to fp32.
+// q_decayed. INV and P as sums of two bf16 keep 16 bits: in w, nearly equal keys cancel.
 template <int D, bool PRECISE, bool WIDE>
 __device__ __forceinline__ void form_w_and_q(PrepareSmem<D, PRECISE>& smem, unsigned warp) {
   const unsigned lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
@@ -262,7 +262,7 @@ __device__ __forceinline__ void form_w_and_q(PrepareSmem<D, PRECISE>& smem, unsi
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const int at = tile::blocked(row + r % 2 * 8, column + r / 2 * 8);
-      *reinterpret_cast<uint32_t*>(&smem.image.INV_beta_P[CHUNK * CHUNK + at]) = P_high[r] ^ 0x80008000;
+      *reinterpret_cast<uint32_t*>(&smem.image.INV_beta_P[CHUNK * CHUNK + at]) = P_high[r] ^ 0x80008000;  // both signs
     }
   }
   const unsigned at_b = panel<2 * CHUNK>(lane % 16, warp * 32 + lane / 16 * 8);
@@ -374,12 +374,12 @@ __device__ __forceinline__ void form_image(PrepareSmem<D, PRECISE>& smem, int to
   if (warp == 0) invert_unit_lower<D, PRECISE>(smem);
   __syncthreads();
   form_w_and_q<D, PRECISE, WIDE>(smem, warp);
-  ptx::cp_async_wait_all();
-  ptx::fence_proxy_async();
+  ptx::cp_async_wait_all();  // the next chunk's rows are here,
+  ptx::fence_proxy_async();  // and bulk copies and wgmma see this one's image
   __syncthreads();
 }
 
-// CTAs of prepare on a multiprocessor: as many as have enough registers.
+// CTAs of prepare on a multiprocessor: so many threads that none spills.
 template <int D, bool PRECISE, bool WIDE>
 constexpr int CTAS = (!WIDE      ? 768
                       : !PRECISE ? 640

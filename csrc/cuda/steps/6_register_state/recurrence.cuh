@@ -103,7 +103,8 @@ __device__ __forceinline__ void transpose_values(uint32_t (&V_reg)[4], const uin
   }
 }
 
-// A chunk's image as wgmma finds its operands B.
+// A chunk's image as wgmma finds its operands B (distances in bytes, see matrix_descriptor): square tiles of 8x8 blocks
+// of 128 bytes, panels of rows of 128 bytes.
 struct Operands {
   uint64_t INV_beta_P, wq, k_restored;
 
@@ -205,7 +206,7 @@ __device__ __forceinline__ void consume(RecurrenceSmem<D, WARPGROUPS, PRECISE>& 
   for (int s = 0; s < STAGES - 1; ++s) release(s);
   Ring ring;
   uint32_t O_reg[4] = {};
-  unsigned written = 0;  // tokens of the chunk before, whose output O_reg holds
+  unsigned pending = 0;  // tokens of the chunk before, whose output is still in O_reg
   for (; length > 0; length -= CHUNK, ring.advance()) {
     const RecurrenceStage<D, WARPGROUPS, PRECISE>& stage = smem.stages[ring.stage];
     uint32_t S_bf16[D / 16][4], V_reg[4], U_reg[4];
@@ -215,7 +216,7 @@ __device__ __forceinline__ void consume(RecurrenceSmem<D, WARPGROUPS, PRECISE>& 
     ptx::mbarrier_wait(&smem.full[ring.stage], ring.parity);
     load_values(values, stage.v);
     if constexpr (WARPGROUPS == 1) load_decay<D>(decay, stage.image.decay);
-    write_output(out - chunk_pitch, O_reg, written, chunk_pitch);
+    write_output(out - chunk_pitch, O_reg, pending, chunk_pitch);
     transpose_values(V_reg, values);
     ptx::wgmma_wait_group();  // the update by the chunk before
     release(ring.previous());
@@ -230,10 +231,10 @@ __device__ __forceinline__ void consume(RecurrenceSmem<D, WARPGROUPS, PRECISE>& 
     round_columns(U_reg, UO, 0);
     update_state<D, PRECISE>(S_reg, U_reg, operands);
     round_columns(O_reg, UO, 2);
-    written = static_cast<unsigned>(min(CHUNK, length));
+    pending = static_cast<unsigned>(min(CHUNK, length));
     out += chunk_pitch;
   }
-  write_output(out - chunk_pitch, O_reg, written, chunk_pitch);
+  write_output(out - chunk_pitch, O_reg, pending, chunk_pitch);
   ptx::wgmma_wait_group();
 }
 
@@ -278,7 +279,8 @@ __global__ void __launch_bounds__(threads(WARPGROUPS), 1)
     if constexpr (WARPGROUPS == 2) ptx::setmaxnreg_inc<232>();
     const int64_t state_offset = ((int64_t{n} * H + h) * D + slice * WARPGROUPS * PANEL) * D;
     float S_reg[D / 8][4];
-    // Prepare writes no state. But where no sequence has a token it was not launched, and the kernel ahead may.
+    // The state may be read before prepare has ended, which writes none. But where no sequence has a token, prepare was
+    // not launched, and the kernel ahead of this one may be writing it.
     if (length == 0) ptx::griddepcontrol_wait();
     load_state_rows<D>(S_reg, tensors.initial_state, state_offset);
     consume<D, WARPGROUPS, CLUSTER, PRECISE>(smem, S_reg, tensors.out + offset + value_offset(row_pitch), length,

@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(WARPGROUP, 2) fused(Tensors tensors, float sca
     form_image<D, PRECISE, WIDE>(smem, chunk.tokens, beta_logit, rate_log2, scale, lower_bound_log2,
                                  nothing_more_to_load, nothing_more_to_load);
 
+    // As in consume. But no chunk waits behind this one: what the compiler would make wait for a product comes first.
     const Operands operands = Operands::of(smem.image);
     uint32_t S_bf16[D / 16][4], V_reg[4], U_reg[4], O_reg[4];
     float UO[4][4];
