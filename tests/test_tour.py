@@ -14,6 +14,7 @@ import nbformat
 import pytest
 
 from kda_lab import bench, tour
+from kda_lab.profiling import recorded
 
 DOCS = Path(__file__).parents[1] / "docs"
 GOOD = ["# 0 · Good\n\nYou will see it.", "print('said')"]
@@ -55,6 +56,7 @@ def test_a_lesson_that_fails_is_named_and_stops_no_other(folder, tmp_path, capsy
     out, err = capsys.readouterr()
     assert re.search(r"00_bad +\d+\.\d s  FAILED\n01_good +\d+\.\d s  ok", out)
     assert str(tmp_path / "book" / "index.html") in out
+    assert ("\nNo GPU here: recorded on " in out) == (bench.default_device() == "cpu" and recorded.available() != [])
     failure = "cell 3 of 4 failed:\n    x = 1\n    x / 0\nZeroDivisionError: division by zero"
     assert f"00_bad.ipynb, {failure}" in err
     html = page(tmp_path / "book", "00_bad")
