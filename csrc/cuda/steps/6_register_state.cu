@@ -10,7 +10,7 @@
 // Files, in the order to read them: prepare.cuh, what needs no state; recurrence.cuh, what waits for it;
 // single_chunk.cuh, both in one kernel. Here: which of them a call gets.
 //
-// What changed against step 5, and what it bought on one H200 (November 2026, T 8192, medians of 20):  kda-lab diff 5 6
+// What changed against step 5 (kda-lab diff 5 6), and what it bought on one H200 (November 2026, T 8192, medians):
 //   WY form      prepare does 3 small products more a chunk, +0.07 ms at H 96; recurrence 2 fewer
 //   wgmma        a warpgroup multiplies its 64 rows of S at once and reads the other operand from shared memory
 //                itself; with the WY form and bulk copies recurrence fell from 0.57 to 0.37 ms at H 96
@@ -22,7 +22,7 @@
 //                differed between the two runs); 8, so that no SM holds two CTAs: 0.32 to 0.21 ms at H 32
 //   value split  rows of S are independent: with few heads two CTAs take 64 rows each, half the chain's products
 //   short links  less for a warp to do between two products: the output of a chunk is written during the next one,
-//                lengths have 32 bits, addresses come from the chunk's. 0.308 to 0.289 ms at H 32, 0.632 to 0.618 at
+//                lengths have 32 bits, addresses come from the chunk's. 0.308 to 0.289 ms at H 32, 0.632 to 0.617 at
 //                H 96
 //   clusters     where two CTAs a head fill the chip, each fetches half of every image for both: 0.451 to 0.421 ms at
 //                H 64. With fewer heads the other CTA's pace lengthens the chain (0.289 to 0.305 ms at H 32)
@@ -41,9 +41,9 @@
 // one part runs beside recurrence of the part before (H 32: from 0.33 ms to between 0.33 and 0.48 ms), because
 // prepare's warps take issue slots from the chain; one kernel for two chunks (T 32, H 32, in a graph: 7.6 to 8.9 us);
 // the producers of a cluster telling each other that a stage is free, by one arrival instead of four (H 64: 0.432 to
-// 0.532 ms; perhaps because a copy now waits for two messages, one after the other); adding what rounding took from one
-// row of U to the next row (identical keys: the state's error from 1.08e-2 to 0.73e-2; gates that forget: from 3.3e-3
-// to 3.8e-3; 0.634 to 0.640 ms at H 96).
+// 0.532 ms; perhaps because a copy now waits for two messages, one after the other); adding what rounding took from
+// every other row of U to the next (identical keys: the state's error from 1.08e-2 to 0.73e-2; gates that forget: from
+// 3.3e-3 to 3.8e-3; 0.634 to 0.640 ms at H 96).
 //
 // In the profiler: prepare and recurrence move bytes nearly as fast as a copy from H = 96 up; with fewer heads the
 // chain of two dependent products a chunk decides, and near H = 64 both count.
