@@ -61,8 +61,7 @@ def steps() -> tuple[Step, ...]:
 
 def _sources(csrc: Path, device: str, step: native.LibraryStep) -> tuple[Path, ...]:
     folder = csrc / device / "steps"
-    name = f"{step.number}_{step.slug}"
-    return (folder / f"{name}{_SUFFIX[device]}", *sorted((folder / name).glob(f"*{_PART_SUFFIX[device]}")))
+    return (folder / f"{step.name}{_SUFFIX[device]}", *sorted((folder / step.name).glob(f"*{_PART_SUFFIX[device]}")))
 
 
 def get(step: int | str | Step | None, device: str = "cpu") -> Step:

@@ -211,10 +211,10 @@ def text_diff(before: int | str, after: int | str, device: str | None = None) ->
 
     def place(match: re.Match[str]) -> str:  # of a hunk, in the file that it begins in
         first_a, first_b = (max(int(match[group]), 1) - 1 for group in (1, 3))
-        return f"@@ -{at_a[first_a]}{match[2]} +{at_b[first_b]}{match[4]} @@"
+        return f"@@ -{at_a[first_a]}{match[2]} +{at_b[first_b]}{match[4]}"
 
     for line in difflib.unified_diff(a, b, *(paths[0].name for paths in sources), lineterm=""):
-        yield re.sub(r"^@@ -(\d+)(,\d+)? \+(\d+)(,\d+)? @@$", place, line)
+        yield re.sub(r"^@@ -(\d+)(.*) \+(\d+)(.*)", place, line)
 
 
 def source_files(*steps: int | str, device: str | None = None) -> list[tuple[Path, ...]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 import nbformat
 
 from kda_lab import bench, book, native
+from kda_lab.native import cache
 from kda_lab.profiling import recorded
 
 CELL_TIMEOUT_S = 600
@@ -157,9 +158,14 @@ def execute(path: Path) -> Lesson:
 
 
 def execute_and_keep(path: Path) -> Lesson:
-    """Runs a notebook, and keeps what came out, unless it failed, for `kept`."""
+    """Runs a notebook, and keeps what came out, unless it failed, for `kept`.
+
+    One process at a time: lessons write files beside their notebooks.
+    """
     key = _key(path)
-    lesson = execute(path)
+    place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
+    with cache.locked(cache.cache_dir() / "lessons" / f"{place}.lock", _kept_file(path).name):
+        lesson = execute(path)
     if not lesson.failure:
         notebook = copy.deepcopy(lesson.notebook)
         notebook.metadata[_KEPT] = {"key": key, "seconds": lesson.seconds, "place": lesson.place}

@@ -6,16 +6,11 @@ import dataclasses
 from pathlib import Path
 
 from kda_lab import bench, book, tour
-from kda_lab.native import cache
 
 
 def executed(path: Path) -> tour.Lesson:
-    """A lesson as it last ran, if nothing that its results depend on changed since; else as it runs now.
-
-    One process at a time: lessons write files beside their notebooks.
-    """
-    with cache.locked(path.parents[1] / "build" / "lessons" / f"{path.stem}.lock", path.stem):
-        return tour.kept(path) or tour.execute_and_keep(path)
+    """A lesson as it last ran, if nothing that its results depend on changed since; else as it runs now."""
+    return tour.kept(path) or tour.execute_and_keep(path)
 
 
 @dataclasses.dataclass(frozen=True)

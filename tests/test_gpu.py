@@ -18,6 +18,7 @@ import kda_lab
 from kda_lab import microbench, native, reference
 from kda_lab.compare import assert_close, output_tolerance, relative_rms, state_tolerance
 from kda_lab.inputs import REGIMES, Inputs, Result, make_inputs
+from kda_lab.native.library import I64
 
 pytestmark = pytest.mark.gpu
 
@@ -122,7 +123,7 @@ def workspace_of(inputs: Inputs, precise: bool = False) -> int:
     sizes = {name: getattr(inputs, name) for name in ("B", "T", "H", "K", "V", "N")}
     args = native.KdaArgs(struct_bytes=ctypes.sizeof(native.KdaArgs), chunk=16, precise=precise, **sizes)
     if inputs.cu_seqlens is not None:
-        args.cu_seqlens, args.cu_seqlens_dtype = inputs.cu_seqlens.data_ptr(), 4  # KDA_I64
+        args.cu_seqlens, args.cu_seqlens_dtype = inputs.cu_seqlens.data_ptr(), I64
     return native.load("cuda").workspace_bytes(6, args)
 
 

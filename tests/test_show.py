@@ -128,6 +128,18 @@ def test_source_of_a_missing_function_names_those_there_are(steps):
         show.source(1, "apply_decay")
 
 
+def test_a_unified_diff_of_one_line_has_a_hunk_that_patch_can_read(steps):
+    steps[1].write_text("int a;\n", encoding="utf-8")
+    steps[2].write_text("int b;\n", encoding="utf-8")
+    assert [*show.text_diff(1, 2)] == [
+        "--- 1_naive_exp.cpp",
+        "+++ 2_rebased_ex2.cpp",
+        "@@ -1 +1 @@",
+        "-int a;",
+        "+int b;",
+    ]
+
+
 def test_source_of_a_missing_device_says_what_there_is():
     with pytest.raises(ValueError, match="6_register_state runs on cuda, not on cpu"):
         show.source(6, "consume")

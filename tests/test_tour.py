@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import re
 import shutil
@@ -74,6 +75,13 @@ def test_a_tour_of_one_lesson_has_the_others_without_results(folder, tmp_path):
     html = page(tmp_path / "book", "01_good")
     assert "Has not run on this machine." in html
     assert "<pre>said" not in html.replace("<span></span>", "")
+
+
+def test_a_lesson_that_writes_files_runs_in_one_process_at_a_time(folder):
+    code = "import pathlib, time\nfile = pathlib.Path('mine')\nfile.touch(exist_ok=False)\ntime.sleep(2)\nfile.unlink()"
+    path = write(folder, "00_writes", ["# Writes a file", code])
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        assert [lesson.failure for lesson in pool.map(tour.execute_and_keep, [path, path])] == ["", ""]
 
 
 def test_a_book_made_again_runs_only_what_changed(folder, tmp_path, capsys):

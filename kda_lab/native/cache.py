@@ -3,6 +3,7 @@
     <cache>/libraries/<key>/libkda_cpu.so, built.json    published by one rename, never changed afterwards
     <cache>/trees/<toolchain key>/csrc, build            a snapshot of the sources and CMake's tree
     <cache>/trees/<toolchain key>.lock                   held while that tree is used
+    <cache>/lessons/<key of the notebook's path>.lock    held while that lesson runs (kda_lab.tour)
 
 A library's key covers sources, flags, compilers and architecture, so a library that is there is the right one. Its
 SHA-256 in built.json is checked before it is loaded: a file that a full disk or a crash damaged is built again.
